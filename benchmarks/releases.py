@@ -7,7 +7,7 @@ environment does not change. A folder that exists is used as it is, so a revisio
 Results are in results.json next to these folders, and are not measured again. The file maps each release to:
 
 - `date` (ISO 8601), `machine` (processor, cores, memory, versions, commit), and `flags` of `stepcheck accept`
-- `passed`: whether each case is correct, or has a fault that all releases have
+- `passed`: whether each case is correct, or has a known fault
 - `cases`: maps the strategy, and then the name of the case, to the `verdict` (correct, not judged, does not run or
   wrong), the largest `share` of a tolerance that an error took (null if nothing was compared), and the first `fault`
 
@@ -36,7 +36,7 @@ HEADING = "| DeepSpeed | strategy | case | verdict | first fault |\n|---|---|---
 
 def main() -> int:
     """Runs the acceptance with each release. Returns the exit code, which is 1 if a release could not be tested or has
-    a fault that is not in every release."""
+    a fault that is not known."""
     parser = exits.Parser(prog="python -m benchmarks.releases", description=__doc__)
     add = parser.add_argument
     add("releases", nargs="+", metavar="RELEASE", help="releases of DeepSpeed, such as 0.18.4")

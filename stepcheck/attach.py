@@ -88,7 +88,8 @@ class AutoAudit:
         self.refused: list[tuple[Any, Verdict]] = []  # of what cannot be audited, with a weak reference to it
         # Optimizers that are not audited yet, in order, and whether an audit was refused at a forward pass.
         self.pending: Any = weakref.WeakKeyDictionary()
-        self.building = False  # whether an engine is being built, which may call its optimizer once
+        # Whether an engine is being built, which may call its optimizer once, or a CUDA graph.
+        self.building = False
         self.forward_hook: Any = None  # handle of the hook that waits for the first forward pass
         self.has_fault = False  # whether the audits have found a fault
         self.process = 0  # id of the process that trains, because a forked process inherits this object
@@ -103,6 +104,7 @@ class AutoAudit:
         importlib.import_module("stepcheck.engines.plain").watch()
         importlib.import_module("stepcheck.hooks").watch_autograd()  # before a script imports `grad` by its name
         wrap_function(torch.optim.Optimizer, "__init__", self._build_optimizer)
+        wrap_function(torch.cuda, "make_graphed_callables", self._make_cuda_graphs)
         hooks = importlib.import_module("torch.optim.optimizer")
         hooks.register_optimizer_step_pre_hook(lambda optimizer, *_: self.before_step(optimizer))
         if torch.distributed.is_available():
@@ -117,6 +119,21 @@ class AutoAudit:
         if self.forward_hook is None:
             modules = importlib.import_module("torch.nn.modules.module")
             self.forward_hook = modules.register_module_forward_pre_hook(self.before_forward)
+
+    def _make_cuda_graphs(self, make: Any, callables: Any, *args: Any, **kwargs: Any) -> Any:
+        """Ends the audits of modules that become CUDA graphs, because torch accepts only modules without hooks. Starts
+        no audit meanwhile."""
+        made = callables if isinstance(callables, tuple) else (callables,)
+        parts = {id(part) for each in made if hasattr(each, "modules") for part in each.modules()}
+        for each in [*self.audits]:
+            if any(id(part) in parts for part in each.adapter.module.modules()):
+                each.stop("a part of the model becomes a CUDA graph, which must not have hooks")
+                each.detach()
+        self.building = True
+        try:
+            return make(callables, *args, **kwargs)
+        finally:
+            self.building = False
 
     def patch_deepspeed(self, deepspeed: Any) -> None:
         """Audits each engine that `deepspeed.initialize` returns from now on, if the engine has an optimizer."""
@@ -207,10 +224,14 @@ class AutoAudit:
             return ""
         number = 1
         while True:
-            with suppress(FileExistsError):
+            try:
                 (self.reports / f"engine {number}").touch(exist_ok=False)
-                return f"engine {number}"
-            number += 1
+            except FileExistsError:
+                number += 1
+                continue
+            except OSError:  # a full disk: the other ranks audit, so this one must
+                number = max(number, len(self.verdicts) + 1)
+            return f"engine {number}"
 
     def before_forward(self, module: Any, inputs: Any) -> None:
         """Starts the audit of each pending optimizer that updates a parameter of `module`. torch calls this method
@@ -218,7 +239,7 @@ class AutoAudit:
         `before_step` tries again."""
         import torch
 
-        if torch.compiler.is_compiling() or self.building or not torch.is_grad_enabled():
+        if not self._may_start() or not torch.is_grad_enabled():
             return
         parameters = {id(each) for each in module.parameters()}
         for optimizer, refused in [*self.pending.items()]:
@@ -232,12 +253,19 @@ class AutoAudit:
             self.forward_hook.remove()
             self.forward_hook = None
 
+    def _may_start(self) -> bool:
+        import torch
+
+        if torch.compiler.is_compiling() or self.building:
+            return False
+        from stepcheck.hooks import records_cuda_graph
+
+        return not records_cuda_graph()
+
     def before_step(self, optimizer: Any) -> None:
         """Starts the audit of an optimizer at its first step, if the forward pass was not seen, or came before the
         model was wrapped."""
-        import torch
-
-        if not (torch.compiler.is_compiling() or self.building) and optimizer in self.pending:
+        if self._may_start() and optimizer in self.pending:
             del self.pending[optimizer]
             self.audit(None, optimizer)
 
@@ -263,10 +291,13 @@ class AutoAudit:
         replaced = {id(one) for one, other in self.of_same_parameters if other.steps and _never_stepped(one)}
         kept = [each for each in self.verdicts if id(each) not in replaced]
         verdicts = [each.as_dict() for each in (*kept, *(refused for _, refused in self.refused))]
-        if verdicts:
-            (self.reports / f"{self.start_time}-{os.getpid()}.json").write_text(json.dumps(verdicts))
-        if self.verdicts and self.baseline and not self.has_fault:
-            self.baseline.write()
+        try:
+            if verdicts:
+                (self.reports / f"{self.start_time}-{os.getpid()}.json").write_text(json.dumps(verdicts))
+            if self.verdicts and self.baseline and not self.has_fault:
+                self.baseline.write()
+        except (OSError, RuntimeError) as error:  # torch.save raises the latter
+            print(f"stepcheck: {self.reports} cannot be written: {error}", file=sys.stderr, flush=True)
 
     def _report_at_exit(self) -> None:
         """Makes this process write its verdicts when it ends, without those that a forked process has inherited.

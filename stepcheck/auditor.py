@@ -21,7 +21,7 @@ from stepcheck.batch_norms import BatchNormCounts
 from stepcheck.batches import Batches
 from stepcheck.engines import adapter_of
 from stepcheck.engines.adapter import running_steps
-from stepcheck.hooks import Hooks, outermost_backward
+from stepcheck.hooks import Hooks, outermost_backward, records_cuda_graph
 from stepcheck.judge import Judge, Step
 from stepcheck.start import Start, changed_options, options_of
 from stepcheck.totals import FAILED, Totals
@@ -38,6 +38,8 @@ def guarded(method: Callable[..., None]) -> Callable[..., None]:
     def run(self: "Audit", *args: Any, **kwargs: Any) -> None:
         start = time.perf_counter()
         try:
+            if not self.stopped and records_cuda_graph():
+                self.stop("a CUDA graph replays them, without the hooks of the audit")
             if not self.error and not self.stopped:
                 method(self, *args, **kwargs)
         except Exception as error:  # the audit's own, or what a user's tensor raises
@@ -101,7 +103,7 @@ class Audit:
         self._judge = Judge(adapter, self.verdict)
         self._totals = Totals(adapter)
         self._updates = UpdateCheck(adapter)
-        self._batches = Batches(adapter.ranks.rank, adapter.ranks.size, adapter.device)
+        self._batches = Batches(adapter.ranks)
         self._options: dict[int, dict[str, Any]] = {}  # before the engine's step, by id of the parameter group
         self._counts: dict[int, int] = {}  # gradients that autograd has computed in this step, by index
         self._local: list[tuple[Kind, Tensor, Any]] = []  # what `add` has got in this step
@@ -147,20 +149,29 @@ class Audit:
         self.undo.close()
         self.stopped = True
 
-    def stop(self, what: str, why: str) -> None:
+    def stop(self, why: str) -> None:
         """Ends the audit: from now on its hooks do nothing. They stay in place, because a hook that runs cannot remove
-        them. The verdict says that `what` is not judged, because of `why`. Every rank must call it at the same point of
-        the training."""
-        self.verdict.not_judged[what] = why
+        them. The verdict says why this step and later steps are not judged. Every rank must call it at the same point
+        of the training."""
+        self._report_end(why)
         self.running, self.stopped = False, True
 
-    def reset_history(self) -> None:
+    def _report_end(self, why: str) -> None:
+        if not self.verdict.ended:
+            self.verdict.ended = True
+            self.verdict.not_judged[f"step {self.step} and later steps"] = why
+
+    def reset_history(self, trained: bool = True) -> None:
         """Drops what is kept from earlier steps, because a checkpoint is about to be loaded. A step without a gradient
-        so far begins again."""
+        so far begins again.
+
+        Args:
+            trained: Whether the checkpoint may change trained weights or the state of the optimizer.
+        """
         self.running &= bool(self._counts)
-        self._updates.reset()
         self._judge.frozen = {}
-        self._batch_norms.counts = {}
+        if trained:
+            self._updates.reset()
 
     def add(self, kind: Kind, share: Tensor | float, text: Any) -> None:
         """Adds a value that only this rank compares. It is judged at the end of the step.
@@ -195,7 +206,7 @@ class Audit:
             return
         self._batches.before_forward((args, kwargs))
         if why := self.adapter.begin_micro_batch():
-            return self.stop(f"step {self.step} and later steps", why)
+            return self.stop(why)
         for index in self._in_turn if not self.adapter.gathers else ():
             self._totals.add_used_weight(index, self.adapter.parameters[index])
 
@@ -220,10 +231,6 @@ class Audit:
         """Watches the gradients of the trained parameters. A forward pass of the module does this itself, but a
         training step of Lightning may call only parts of the module."""
         self._hooks.watch_gradients()
-
-    @guarded
-    def begin(self) -> None:
-        self._begin_step()
 
     @guarded
     def add_gradient(self, index: int, parameter: Any, gradient: Tensor) -> None:
@@ -278,6 +285,8 @@ class Audit:
         self.scale = self.adapter.loss_scale()
         self._totals.add_optimizer_weights(self._in_turn)
 
+    begin = guarded(_begin_step)
+
     @guarded
     def before_step(self) -> None:
         self._options = {id(group): options_of(group) for group in self.adapter.optimizer.param_groups}
@@ -323,6 +332,12 @@ class Audit:
         if self.running:
             self._updates.end(optimizer, self.add)
 
+    @property
+    def judges_step(self) -> bool:
+        """Whether the running step is judged when it ends. All ranks have the same answer, also if the audit of a rank
+        has failed, because the other ranks learn this only at the end of an audited step."""
+        return self.running or (bool(self.error) and not self.stopped and self.step % self.every == 0)
+
     def end_step(self, skipped: bool = False) -> None:
         """Judges the step that has ended, if it is audited, and moves on to the next step. Handles a fault as
         `on_fault` says. Every rank must call this method.
@@ -330,17 +345,18 @@ class Audit:
         Args:
             skipped: Whether the engine left the update out, because a gradient overflowed.
         """
-        if self.running and self.replay is not None and not skipped:
+        judges = self.judges_step
+        if judges and self.replay is not None and not skipped:
             self.replay.judge()
         start = time.perf_counter()
         before = len(self.verdict.findings)
-        has_failed = bool(self.error) and not self.stopped and self.step % self.every == 0  # other ranks do not know
-        if self.running or has_failed:
+        if judges:
             try:
                 self._judge_step(skipped)
             except Exception as error:  # the audit's own. The training continues, and the audit ends with the next step
+                self.stopped = bool(self.error)  # this rank has tried to tell the others
                 self.error = _failure(error)
-                self.verdict.not_judged[f"step {self.step} and later steps"] = self.error
+                self._report_end(self.error)
         findings = self.verdict.findings[before:]
         self.verdict.seconds += time.perf_counter() - start
         self.running, self.step = False, self.step + 1
@@ -362,8 +378,7 @@ class Audit:
         )
         verdict.notes |= self._batches.notes(self.step, fingerprints)
         if worst == FAILED:
-            self.stop(f"step {self.step} and later steps", next(filter(None, adapter.ranks.all_gather(self.error))))
-            return
+            return self.stop(next(filter(None, adapter.ranks.all_gather(self.error))))
         found: list[tuple[Kind, str, float]] = []
         for (kind, _, text), share in zip(local, shares, strict=True):
             if kind == "note":
@@ -384,9 +399,9 @@ class Audit:
             if adapter.owns_step and adapter.loss_scale() == 1:  # a loss scale overflows now and then
                 verdict.notes["skipped steps"] = "gradients were not finite, and plain PyTorch would have used them"
         else:
-            self._judge.gradients(step)
+            gradients, deviations = self._judge.gradients(step)
             if self.baseline is not None:
-                self.baseline.judge(self._judge, step)
+                self.baseline.judge(self._judge, step, gradients, deviations)
         self._judge.weights(step)
         verdict.steps += not skipped
         verdict.training_seconds = time.perf_counter() - self._began

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from stepcheck.bounds import CANCELLATION, EXACT, SIGMAS
 from stepcheck.judge import Judge, Step
@@ -27,6 +28,9 @@ release may use other kernels."""
 
 ENVIRONMENT = ("ATEN_", "CUBLAS_", "CUDA_", "DS_", "MKL_", "NCCL_", "OMP_", "TORCH_")
 """Beginnings of the names of environment variables that may change what is computed."""
+
+STEPS = "steps against the baseline"
+"""What a verdict does not judge if the baseline lacks steps, or has other weights."""
 
 PACKAGES = ("torch", "deepspeed", "lightning", "accelerate", "transformers", "numpy")
 
@@ -72,17 +76,18 @@ class AuditBaseline:
     def __init__(self, steps: dict[int, dict[str, Any]], compare: bool, changed: dict[str, str]):
         self.steps, self.compare, self.changed = steps, compare, changed
         self.drifts = False  # whether the weights have differed
+        self.compared = 0  # steps whose gradients were compared
         self.same_gradients = 0  # the last step whose gradients were the same, up to the rounding of sketches
 
-    def judge(self, judge: Judge, step: Step) -> None:
+    def judge(self, judge: Judge, step: Step, gradients: Tensor, deviations: Tensor) -> None:
         """Saves a step, or compares it with the saved step of the same number. If there is none, or its weights have
         other names, the verdict says that the step is not judged against the baseline. Every rank must call it, and
-        gets the findings of rank 0."""
+        gets the findings of rank 0. `gradients` and `deviations` are what `Judge.gradients` has returned."""
         weights = step.sums["reference"] / judge.weight_replicas[:, None]
         own = {
             "names": judge.adapter.row_names,
-            "gradients": judge.expected,
-            "deviations": judge.deviation,
+            "gradients": gradients,
+            "deviations": deviations,
             "weights": weights,
             "batches": step.batches.clone(),  # of a view, torch.save would write all that it is a view of
         }
@@ -91,14 +96,16 @@ class AuditBaseline:
             return
         judge.verdict.notes.update({f"{what} has changed": how for what, how in self.changed.items()})
         # Only rank 0 has saved its engines. Another rank counts them differently if only some ranks train one.
-        for kind, share, text in judge.adapter.ranks.all_gather([*self._compare(judge, step.number, own)])[0]:
+        found = [*self._compare(judge, step.number, own)]
+        found, judge.verdict.compared = judge.adapter.ranks.all_gather((found, self.compared))[0]
+        for kind, share, text in found:
             judge.verdict.add(step.number, kind, share, text)
 
     def _compare(self, judge: Judge, step: int, own: dict[str, Any]) -> Iterator[Any]:
         saved: Any = self.steps.get(step)
         if saved is None or saved["names"] != own["names"]:
-            why = "does not have it" if saved is None else "has other weights"
-            judge.verdict.not_judged[f"step {step} against the baseline"] = f"the baseline {why}"
+            why = "does not have them" if saved is None else "has other weights"
+            judge.verdict.not_judged.setdefault(STEPS, f"the baseline {why} (first: step {step})")
             return
         names, sizes = own["names"], saved["weights"].norm(dim=1)
         errors = (own["weights"] - saved["weights"]).norm(dim=1)
@@ -110,11 +117,14 @@ class AuditBaseline:
                 yield "update", 2.0, f"the last update differs from the baseline's, {how}; its gradients were the same"
             elif not self.drifts:
                 judge.verdict.notes["weights drift from the baseline"] = f"from the start of this step on, {how}"
+            if not self.compared:
+                judge.verdict.not_judged.setdefault(STEPS, f"from step {step} on, the weights differ")
             self.drifts = True
             return
         if not (own["gradients"].any() or saved["gradients"].any()):
             judge.verdict.not_judged["gradients against the baseline"] = "the audit judges none of them"
             return
+        self.compared += 1
         size = saved["gradients"].norm(dim=1) + CANCELLATION * float(saved["gradients"].norm())
         tolerances = SIGMAS * (own["deviations"] + saved["deviations"]) + (KERNELS * judge.unit * size)[:, None]
         errors = (own["gradients"] - saved["gradients"]).abs()

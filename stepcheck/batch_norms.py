@@ -22,9 +22,9 @@ class BatchNormCounts:
             and type(each).__module__.startswith("torch.nn.")  # a user's class may count in another way
             and each.num_batches_tracked is not None
         }
-        self.seen: dict[str, Any] = {}  # the buffer and its version after the last call, by name
-        self.counts: dict[str, Tensor] = {}
-        self.calls: dict[str, int] = {}  # since `counts`
+        # By name: the version of the counter after the last call, the counter at the last comparison or after something
+        # else has set it (a load, a reset, a broadcast), and the calls in training mode since then.
+        self.last: dict[str, tuple[tuple[int, int], Tensor, int]] = {}
         for name, each in self.norms.items():
             before, after = Hook(partial(self._before, name)), Hook(partial(self._after, name))
             undo.callback(each.register_forward_pre_hook(before).remove)
@@ -32,27 +32,24 @@ class BatchNormCounts:
 
     def _before(self, name: str, module: Any, inputs: Any) -> None:
         count = module.num_batches_tracked
-        if count is not None and self.seen.get(name) != _version(count):  # reset, loaded or broadcast in between
-            self._begin(name, count)
+        if count is not None and (name not in self.last or self.last[name][0] != _version(count)):
+            self.last[name] = _version(count), count.clone(), 0
 
     def _after(self, name: str, module: Any, inputs: Any, output: Any) -> None:
         count = module.num_batches_tracked
-        if count is not None:  # a script may remove it
-            self.calls[name] = self.calls.get(name, 0) + (module.training and module.track_running_stats)
-            self.seen[name] = _version(count)
-
-    def _begin(self, name: str, count: Tensor) -> None:
-        self.counts[name], self.calls[name] = count.clone(), 0
+        if count is not None and name in self.last:  # a script may remove it
+            _, before, calls = self.last[name]
+            self.last[name] = _version(count), before, calls + (module.training and module.track_running_stats)
 
     def compare(self, add: Callable[..., None]) -> None:
         """Compares the batches that each batch norm has counted with its calls since the last comparison, or since
         something else has set the counter. Passes the results to `add`, which is `Audit.add`."""
-        for name, module in self.norms.items():
-            count: Any = module.num_batches_tracked
-            if count is not None and name in self.counts and self.seen.get(name) == _version(count):
+        for name, (version, before, calls) in [*self.last.items()]:
+            count: Any = self.norms[name].num_batches_tracked
+            if count is not None and _version(count) == version:
                 text = f"the batch norm {name} has not counted each batch that it normalised"
-                add("buffer", 2.0 * (count != self.counts[name] + self.calls[name]), text)
-                self._begin(name, count)
+                add("buffer", 2.0 * (count != before + calls), text)
+                self.last[name] = version, count.clone(), 0
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:

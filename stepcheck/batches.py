@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepcheck.engines.adapter import tensors_in
+from stepcheck.engines.adapter import RankInfo, tensors_in
 
 ELEMENTS = 4096
 """Number of elements that a fingerprint reads, from the start of a batch's first tensor with several elements."""
@@ -16,9 +16,10 @@ class Batches:
     """Records a fingerprint of this rank's inputs in a step, and whether a later micro-batch starts from the random
     state of the first one, so that both have the same dropout. Never waits for the device."""
 
-    def __init__(self, rank: int, ranks: int, device: torch.device):
-        self.rank = rank
-        self.fingerprints = torch.zeros(ranks, dtype=torch.float64, device=device)  # of this step; of other ranks 0
+    def __init__(self, ranks: RankInfo):
+        self.rank = ranks.rank
+        # Of this step; of other ranks 0.
+        self.fingerprints = torch.zeros(ranks.size, dtype=torch.float64, device=ranks.device)
         self.last: Tensor | None = None  # of all ranks, in `last_step`
         self.last_step = 0  # the last audited step
         self._before: Tensor | None = None  # the random state before the first micro-batch of this step

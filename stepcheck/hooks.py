@@ -26,14 +26,15 @@ class Hooks:
         watch_autograd()
         self.audit, self.adapter = audit, audit.adapter
         self._of_parameters: dict[int, Any] = {}  # handles, by id of the parameter
-        before, loading = Hook(audit.before_forward), Hook(lambda *_: audit.reset_history())
+        before = Hook(audit.before_forward)
         modules = [part for _, part in hookable_parts(self.adapter.module)]
         handles = [
-            each.register_forward_pre_hook(before, with_kwargs=True)
-            for each in _called_modules(self.adapter.module)
-            if not isinstance(each, torch.jit.ScriptModule)
+            each.register_forward_pre_hook(before, with_kwargs=True) for each in _called_modules(self.adapter.module)
         ]
-        handles += [each.register_load_state_dict_pre_hook(loading) for each in modules]
+        trained = {id(self.adapter.parameters[index]) for index in self.adapter.trained}
+        for module in modules:
+            loading = partial(self._before_loading, any(id(each) in trained for each in module.parameters()))
+            handles.append(module.register_load_state_dict_pre_hook(Hook(loading)))
         for module in modules if self.adapter.gathers else ():
             named, index_of = module._parameters.items(), self.adapter.index_of
             own = {name: index_of[id(each)] for name, each in named if id(each) in index_of}
@@ -42,6 +43,9 @@ class Hooks:
         for handle in handles:
             audit.undo.callback(handle.remove)
         self.watch_gradients()
+
+    def _before_loading(self, trained: bool, *_: Any) -> None:
+        self.audit.reset_history(trained)
 
     def watch_gradients(self) -> None:
         """Registers hooks on the trained parameters, including those that were unfrozen during the training. Moves
@@ -65,12 +69,18 @@ class Hooks:
 
 def _called_modules(module: nn.Module) -> Iterator[nn.Module]:
     """Yields `module` if its class defines a forward pass. Otherwise (a ModuleList, for example) yields the outermost
-    of its submodules that define one."""
+    of its submodules that define one. Leaves out modules in TorchScript, which cannot have hooks."""
     if type(module).forward is nn.Module.forward:
         for child in module.children():
             yield from _called_modules(child)
-    else:
+    elif not isinstance(module, torch.jit.ScriptModule):
         yield module
+
+
+def records_cuda_graph() -> bool:
+    """Returns whether the device records what it is given, instead of computing it. A wait for the device would end the
+    recording with an error."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def outermost_backward() -> int:

@@ -48,25 +48,25 @@ class Judge:
         self.optimizer_unit = unit_roundoff(
             {target.tensor.dtype for target in adapter.targets.values()} or {torch.float32}
         )
-        indices, rows = adapter.index_of_row, len(adapter.row_names)
+        indices = adapter.index_of_row
         # On the CPU, which may not be the device that a script has made torch's default.
         self.trained = torch.tensor([index in adapter.trained for index in indices], dtype=torch.bool, device="cpu")
         counts = [
             (adapter.replica(each)[1], adapter.weight_replicas(each), adapter.shape(each).numel()) for each in indices
         ]
         self.replicas, self.weight_replicas, self.sizes = torch.tensor(counts, dtype=torch.float64, device="cpu").T
-        self.expected = torch.zeros(rows, K, device="cpu")  # of the last step's gradients, as is `deviation`
-        self.deviation = torch.zeros(rows, 1, device="cpu")
         self.frozen: dict[int, Tensor] = {}  # last sketches of weights that the optimizer does not update, by row
 
-    def gradients(self, step: Step) -> None:
-        """Compares the gradients that reach the optimizer with what autograd computed. For a baseline, keeps the
-        sketches of the expected gradients in `expected`, and the standard deviations of their errors in `deviation`."""
+    def gradients(self, step: Step) -> tuple[Tensor, Tensor]:
+        """Compares the gradients that reach the optimizer with what autograd computed. For a baseline, returns the
+        sketches of the expected gradients (0 if a gradient is not judged) and the standard deviations of their
+        errors."""
         adapter, verdict = self.adapter, self.verdict
-        self.expected, self.deviation = torch.zeros_like(self.expected), torch.zeros_like(self.deviation)
+        rows = len(self.trained)
+        unjudged = torch.zeros(rows, K, device="cpu"), torch.zeros(rows, 1, device="cpu")
         trained = self.trained & self._comparable(step)
         if not trained.any():
-            return
+            return unjudged
         ranks, reduction = adapter.ranks.size, adapter.reduction_factor()
         factor_of_mean = reduction / step.scale / ranks
         expected = step.sums["expected"] * factor_of_mean
@@ -75,11 +75,11 @@ class Judge:
         difference = step.sums["replica_difference"].abs()
         if not expected[trained].isfinite().all():
             verdict.notes["gradients that are not finite"] = f"autograd computed them in step {step.number}"
-            return
+            return unjudged
         micro_batches = max(1, step.micro_batches)
         smallest = self.smallest * max(1.0, reduction) / step.scale
         deviation = gradient_deviation(summands, self.sizes, self.unit, smallest, micro_batches, ranks)[:, None]
-        self.expected, self.deviation = expected * trained[:, None], deviation
+        judged = expected * trained[:, None], deviation
         signal = (expected / deviation)[trained]
         strength = float(signal.norm()) or 1e-30
         factor = float((signal * (actual / deviation)[trained]).sum()) / strength**2
@@ -107,7 +107,7 @@ class Judge:
         if fault is not None and (is_explained or shares[worst] <= 1 or fault[0] == "clipping"):
             verdict.add(step.number, *fault)
         if is_explained or shares[worst] <= 1:
-            return
+            return judged
         row = int(trained.nonzero()[worst])
         aim = scaled * expected[row]
         size = float(aim.norm().clamp(min=1e-30))
@@ -119,6 +119,7 @@ class Judge:
         if difference[row].norm() > 0.1 * error[row].norm():
             text += "; the ranks have different gradients"
         verdict.add(step.number, "gradient", float(shares[worst]), text)
+        return judged
 
     def _measure(
         self, trained: Tensor, expected: Tensor, summands: Tensor, deviation: Tensor, tolerance: float

@@ -41,7 +41,8 @@ def add_parser(commands: Any) -> None:
         help="audit each step of a script",
         description="Audits each optimizer step of an unmodified script that trains with DeepSpeed, DistributedData"
         "Parallel, FSDP2 or plain PyTorch, directly or through Lightning, Accelerate or transformers. The first fault "
-        "ends the run with exit code 1. Otherwise the exit code is the script's, or 1 if an engine was not judged.",
+        "ends the run with exit code 1. Otherwise the exit code is the script's, or 1 if an audit did not start, ended "
+        f"early, judged less than {ENOUGH:.0%} of the gradients, or compared no step with --against.",
         epilog="examples: stepcheck run train.py --lr 0.1; stepcheck run torchrun --nproc_per_node 2 train.py; "
         "stepcheck run deepspeed train.py; stepcheck run accelerate launch train.py",
     )
@@ -61,9 +62,9 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the script under the audit, and returns its exit code. If that is 0, returns 1 if an engine has a fault or
-    was not judged, if there was no engine, or if a file could not be written. If rank 0 runs on another machine, prints
-    no verdict and returns the script's exit code. Raises UsageError if the script or launcher does not exist."""
+    """Runs the script under the audit, and returns its exit code. If that is 0, returns 1 if an engine does not agree,
+    if there was no engine, or if a file could not be written. If rank 0 runs on another machine, prints no verdict and
+    returns the script's exit code. Raises UsageError if the script or launcher does not exist."""
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     program = command[0] if command else ""
     if program.endswith(".py"):
@@ -132,7 +133,8 @@ def _conclude(
     if not any(each["steps"] for each in verdicts):
         why = "no step was audited, so this run proves nothing"
     elif not passed and not any(each["findings"] for each in verdicts):
-        why = f"exit code 1, because an engine, or more than {1 - ENOUGH:.0%} of its gradients, was not judged"
+        lacks = f"judged less than {ENOUGH:.0%} of the gradients, or compared no step with --against"
+        why = f"exit code 1, because an audit did not start, ended early, {lacks}"
     if why:
         print(f"stepcheck: {why}", file=sys.stderr, flush=True)
     exit_code = code if passed else code or 1

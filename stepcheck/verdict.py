@@ -66,14 +66,17 @@ class Verdict:
     seconds: float = 0.0  # that the audit took on this rank
     training_seconds: float = 0.0  # from the first audited step to the last, with the audit
     bytes: int = 0  # of the sums that this rank exchanges with the others in a step
+    ended: bool = False  # whether the audit ended before the training
+    compared: int | None = None  # steps whose gradients were compared with a baseline; None without a baseline
 
     @property
     def outcome(self) -> Outcome:
-        """The verdict in a word or two. "agrees" requires that steps were audited, nothing was found, and `coverage` is
-        at least ENOUGH."""
+        """The verdict in a word or two. "agrees" requires that steps were audited to the end of the training, no fault
+        was found, `coverage` is at least ENOUGH, and a step was compared with the baseline if there is one."""
         if self.findings:
             return "different"
-        return "agrees" if self.steps and self.coverage >= ENOUGH else "not judged"
+        is_judged = self.steps and self.coverage >= ENOUGH and not self.ended and self.compared != 0
+        return "agrees" if is_judged else "not judged"
 
     @property
     def passed(self) -> bool:

@@ -1,7 +1,6 @@
 """Defines the command `stepcheck accept`, which audits the installed PyTorch and DeepSpeed."""
 
 import argparse
-import importlib.metadata
 import importlib.util
 import json
 import tempfile
@@ -13,11 +12,12 @@ from typing import Any
 from stepcheck.accept.cases import STEPS, STRATEGIES, Case, plan
 from stepcheck.accept.fuzz import random_cases
 from stepcheck.accept.known import known_fault
+from stepcheck.accept.release import installed_version
 from stepcheck.launch.launcher import result_of, train_cases
 from stepcheck.report import Result, add_baseline_flags, add_flags, baseline_of, write_files
 from stepcheck.strategies import ZERO, deepspeed_folder
 from stepcheck.usage import UsageError, positive
-from stepcheck.verdict import Finding, Verdict
+from stepcheck.verdict import ENOUGH, Finding, Verdict
 
 THROUGH = {
     "raw": "stepcheck.accept.train:train_case",
@@ -98,12 +98,13 @@ def _print_cases(cases: Iterable[Case]) -> None:
 
 
 def _judge(case: Case, verdict: dict[str, Any]) -> Result:
-    """Returns the result of a case. If a fault in KNOWN explains all findings, and all steps were audited or skipped,
-    the case passes, and its outcome is "known"."""
+    """Returns the result of a case. If a fault in KNOWN explains all findings, all steps were audited or skipped, and
+    nothing is left that was not judged, the case passes, and its outcome is "known"."""
     result = {**result_of(case, verdict, STEPS), "row": case.row, "strategy": case.strategy}
-    known = known_fault(case, [str(Finding(**each)) for each in result["findings"]])
-    if known and result["steps"] + result["skipped"] >= STEPS:
-        result |= {"outcome": "known", "passed": True, "summary": f"{result['summary']} (in each release: {known})"}
+    known = known_fault(case, [str(Finding(**each)) for each in result["findings"]], installed_version("deepspeed"))
+    is_judged = result["steps"] + result["skipped"] >= STEPS and result["coverage"] >= ENOUGH
+    if known and is_judged and not result["not_judged"]:
+        result |= {"outcome": "known", "passed": True, "summary": f"{result['summary']} (known: {known})"}
     precision = case.config.get("torch_autocast", {}).get("dtype", case.precision)  # the lowest
     return {**result, "known": known, "precision": precision}
 
@@ -124,8 +125,8 @@ def _sentences(results: Sequence[Result], ranks: int) -> Iterable[str]:
     right, known = ([each for each in results if each["outcome"] == outcome] for outcome in ("agrees", "known"))
     yield f"{len(right)} of {len(results)} cases are correct"
     if known:
-        yield f"{len(known)} have a fault that every release has"
-    versions = [f"{name} {_version(name)}" for name in ("torch", "deepspeed") if _version(name)]
+        yield f"{len(known)} have a known fault of DeepSpeed"
+    versions = [f"{name} {version}" for name in ("torch", "deepspeed") if (version := installed_version(name))]
     yield f"{', '.join(versions)}, {ranks} ranks"
     notes = Counter(
         f"{what}: {why}" if "changed" in what else what
@@ -150,10 +151,3 @@ def _total(results: Sequence[Result]) -> Verdict:
         smallest_scale_error=max(each["smallest_scale_error"] for each in results),
         smallest_tensor_error=max(each["smallest_tensor_error"] for each in results),
     )
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""

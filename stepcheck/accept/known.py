@@ -1,4 +1,4 @@
-"""Lists faults that DeepSpeed 0.19.8 has, and many releases before it. They do not make the acceptance fail."""
+"""Lists faults of DeepSpeed 0.19.8 and earlier releases. They do not make the acceptance fail."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -9,11 +9,12 @@ from stepcheck.accept.cases import Case, stage_of
 
 @dataclass(frozen=True)
 class Known:
-    """A fault that DeepSpeed 0.19.8 has, and many releases before it."""
+    """A fault that DeepSpeed 0.19.8 has."""
 
     shows: Callable[[Case], bool]  # in which cases
     finding: str  # regular expression that each finding matches
     what: str
+    since: str = ""  # the release that began to have it, if that is known
 
 
 KNOWN = (
@@ -23,11 +24,13 @@ KNOWN = (
         ),
         r"step 1: the weight .* is used with another value than the optimizer's",
         "the engine lets the optimizer step once before the training (DeepSpeed pull request 5104)",
+        since="0.17.6",
     ),
     Known(
         lambda case: case.strategy == "deepspeed_stage_0" and case.precision == "float16",
         r"step \d: (the loss of micro-batch|all gradients|the gradient of|the norm of) .*",
         "ZeRO 0 divides the gradients by the loss scale, but does not multiply the loss by it (pull request 8393)",
+        since="0.18.3",
     ),
     Known(
         lambda case: case.rests in ("first", "step 2") and (stage_of(case) == 3 or case.strategy.endswith("offload")),
@@ -49,9 +52,15 @@ KNOWN = (
 )
 
 
-def known_fault(case: Case, findings: Sequence[str]) -> str:
-    """Returns the known fault that explains all findings of a case, or ""."""
+def known_fault(case: Case, findings: Sequence[str], release: str) -> str:
+    """Returns the known fault that explains all findings of a case under a release of DeepSpeed, or ""."""
     for known in KNOWN:
-        if findings and known.shows(case) and all(re.fullmatch(known.finding, finding) for finding in findings):
+        is_fault_of_release = _numbers(release) >= _numbers(known.since) and known.shows(case)
+        if findings and is_fault_of_release and all(re.fullmatch(known.finding, finding) for finding in findings):
             return known.what
     return ""
+
+
+def _numbers(release: str) -> list[int]:
+    """Returns the first three numbers of a release such as "0.18.3+local"."""
+    return [int(number) for number in re.findall(r"\d+", release)[:3]]

@@ -1,10 +1,18 @@
 """Reads what the installed release of DeepSpeed can do, without importing it."""
 
+import importlib.metadata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from stepcheck.strategies import config_keys, deepspeed_folder, deepspeed_words, has_gpu
+
+
+def installed_version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def unknown(config: dict[str, Any], names: Sequence[str] = ()) -> str:

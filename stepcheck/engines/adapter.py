@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+CPU = torch.device("cpu")
+
 TRANSFORMS: Any = importlib.import_module("torch._C._functorch")
 """The module with the stack of torch.func's transforms, such as `grad` and `vmap`."""
 
@@ -98,23 +100,26 @@ class Target:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """This rank, and the number of ranks that train together, which is 1 without torch.distributed."""
+    """This rank, its device, and the number of ranks that train together, which is 1 without torch.distributed."""
 
     rank: int
     size: int
+    device: torch.device = CPU
 
     @classmethod
-    def current(cls) -> "RankInfo":
+    def current(cls, device: torch.device = CPU) -> "RankInfo":
         if dist.is_available() and dist.is_initialized():
-            return cls(dist.get_rank(), dist.get_world_size())
-        return cls(0, 1)
+            return cls(dist.get_rank(), dist.get_world_size(), device)
+        return cls(0, 1, device)
 
     def all_gather(self, own: Any) -> list[Any]:
         """Returns each rank's object, in rank order. Every rank must call it."""
         everyone: list[Any] = [own]
         if self.size > 1:
             everyone = [None] * self.size
-            dist.all_gather_object(everyone, own)
+            # NCCL sends from the current GPU, and a script may not have set it.
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+                dist.all_gather_object(everyone, own)
         return everyone
 
     def __str__(self) -> str:
@@ -132,11 +137,11 @@ class EngineAdapter:
 
     def __init__(self, module: nn.Module, optimizer: Any):
         self.module, self._optimizer = module, weakref.ref(optimizer)
-        self.ranks = RankInfo.current()
         trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
         named = dict(module.named_parameters())
         self.names = [plain_name(module, name) for name in named]
         self.parameters: list[Any] = list(named.values())
+        self.ranks = RankInfo.current(self.device)
         self.index_of = {id(each): index for index, each in enumerate(self.parameters)}
         self.trained = {self.index_of[each] for each in self.index_of.keys() & trained}
         self.rows = list(range(len(self.parameters)))
@@ -156,7 +161,7 @@ class EngineAdapter:
 
     @property
     def device(self) -> torch.device:
-        return next((each.device for each in self.parameters), torch.device("cpu"))
+        return next((each.device for each in self.parameters), CPU)
 
     def find_targets(self) -> Iterator[Target]:
         for index in sorted(self.trained):
@@ -302,7 +307,7 @@ def _before_update(audit: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
         if calls == 1:
             audit.before_update(optimizer)
         elif calls == 2:
-            audit.stop("this optimizer", f"{type(optimizer).__name__} calls its closure several times in a step")
+            audit.stop(f"{type(optimizer).__name__} calls its closure several times in a step")
         return result
 
     if "closure" in kwargs:

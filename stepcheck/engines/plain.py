@@ -56,7 +56,7 @@ class PlainAdapter(EngineAdapter):
 
     def _end_step(self, optimizer: Any, *_: Any) -> None:
         if running_steps(optimizer) == 1:
-            self.audit.end_step(skipped=self.audit.running and scaler_of(optimizer)[1])
+            self.audit.end_step(skipped=self.audit.judges_step and scaler_of(optimizer)[1])
 
     scaled_by = 1.0
     """The loss scale by which a GradScaler has divided the gradients since the last backward pass."""

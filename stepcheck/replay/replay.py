@@ -122,7 +122,7 @@ class Replay:
         }
         low = self._compute(then=self.then)
         same = low is not None and bool(self._try(lambda: self._is_identical(low)))
-        answers, exact = audit.adapter.ranks.all_gather((self._error, same)), None
+        answers, exact = audit.adapter.ranks.all_gather((self._error or audit.error, same)), None
         if not any(error for error, _ in answers) and not all(same for _, same in answers):
             exact = self._compute(exact=True)
             answers = audit.adapter.ranks.all_gather((self._error, same))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from stepcheck.__main__ import main
+from stepcheck.accept import command
 from stepcheck.accept.cases import STEPS, Case
-from stepcheck.accept.command import _judge
 from stepcheck.launch.launcher import result_of, train_cases
 from stepcheck.verdict import Finding, Verdict
 from tests.support.suite import ROOT, of_test_all, run_python
@@ -174,9 +174,22 @@ def test_wrong_flags_end_with_exit_code_2(flags: str, named: str, capsys: pytest
     assert named in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("steps", "outcome"), [(STEPS - 1, "different"), (STEPS, "known")])
-def test_a_known_fault_passes_only_if_all_steps_were_audited(steps: int, outcome: str):
+@pytest.mark.parametrize(
+    ("changed", "release", "outcome"),
+    [
+        ({}, "0.19.8", "known"),
+        ({}, "0.18.3+local", "known"),
+        ({}, "0.18.2", "different"),
+        ({"steps": STEPS - 1}, "0.19.8", "different"),
+        ({"values": 8}, "0.19.8", "different"),
+        ({"not_judged": {"updates": "of an unknown optimizer"}}, "0.19.8", "different"),
+    ],
+)
+def test_a_known_fault_passes_only_if_its_release_has_it_and_all_was_judged(
+    changed: dict[str, Any], release: str, outcome: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(command, "installed_version", lambda package: release)
     case = Case("float16, clipped", strategy="deepspeed_stage_0", precision="float16")
-    verdict = Verdict(steps=steps)
+    verdict = Verdict(**{"steps": STEPS, "values": 10, "values_in_all": 10, **changed})
     verdict.add(1, "loss", 2.0, "the loss of micro-batch 1 is scaled by 1 instead of 256")
-    assert _judge(case, {**verdict.as_dict(), "took": 1.0})["outcome"] == outcome
+    assert command._judge(case, {**verdict.as_dict(), "took": 1.0})["outcome"] == outcome

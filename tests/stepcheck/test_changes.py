@@ -1,21 +1,26 @@
 """Tests what an audit compares with the model as it was given (modules, and the counts of batch norms), and what it
 notes: batches that ranks share or that repeat, and dropout that repeats."""
 
+import copy
 import json
 import math
 from collections.abc import Callable
-from functools import cache
+from contextlib import suppress
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from stepcheck import audit, sketch
+from stepcheck import Replay, audit, sketch
+from stepcheck.attach import AutoAudit
 from stepcheck.batches import Batches
 from stepcheck.bounds import factor_tolerance
 from stepcheck.engines import adapter_of
-from stepcheck.engines.adapter import same_values
+from stepcheck.engines.adapter import RankInfo, same_values
+from stepcheck.hooks import Hooks
 from stepcheck.judge import COLUMNS, Judge, Step
 from stepcheck.launch.launcher import result_of
 from stepcheck.start import Start
@@ -26,8 +31,12 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def step(engine: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    engine(torch.randn(4, 3)).square().sum().backward()
+def loss_of(batch: Tensor, module: nn.Module) -> Tensor:
+    return module(batch).square().sum()
+
+
+def step(engine: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor | None = None) -> None:
+    loss_of(torch.randn(4, 3) if batch is None else batch, engine).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -49,7 +58,7 @@ def test_a_module_that_an_engine_has_changed_is_found():
     assert str(audited.verdict.findings[0]) == "step 0: building the engine has changed 1.p (rank 0)"
 
 
-def test_a_batch_norm_that_keeps_its_statistics_is_found_at_the_first_step_but_not_one_that_is_loaded():
+def test_a_batch_norm_that_keeps_its_statistics_is_found_but_not_one_that_is_loaded():
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     optimizer = sgd(model)
     with audit(model, optimizer, on_fault="warn") as audited:
@@ -57,11 +66,59 @@ def test_a_batch_norm_that_keeps_its_statistics_is_found_at_the_first_step_but_n
         loaded = {name: value + 5 for name, value in model.state_dict().items()}
         model.load_state_dict(loaded)
         step(model, optimizer)
+        optimizer.load_state_dict(optimizer.state_dict())
         assert audited.verdict.findings == []
-    with audit(model, optimizer, on_fault="warn") as audited:
         model[1].register_forward_hook(uncount)
         step(model, optimizer)
-    assert str(audited.verdict.findings[0]).startswith("step 1: the batch norm 1 has not counted")
+    assert str(audited.verdict.findings[0]).startswith("step 3: the batch norm 1 has not counted")
+
+
+def test_loading_a_part_that_is_not_trained_keeps_the_comparison_with_the_last_update():
+    online, target = nn.Linear(3, 3), nn.Linear(3, 3)
+    model = nn.Sequential(online, target)
+    optimizer = torch.optim.SGD(online.parameters(), lr=0.1)
+    with audit(model, optimizer) as audited:
+        step(model, optimizer)
+        target.load_state_dict(online.state_dict())
+        with torch.no_grad():
+            online.weight.mul_(2)
+        step(model, optimizer)
+    assert "weights or optimizer state that change between steps" in audited.verdict.notes
+
+
+def test_an_audit_ends_when_a_cuda_graph_is_recorded_and_none_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    auto_audit = AutoAudit(str(tmp_path))
+    model = nn.Linear(3, 3)
+    optimizer = sgd(model)
+    with audit(model, optimizer) as audited:
+        step(model, optimizer)
+        with monkeypatch.context() as recording:
+            for name in ("is_initialized", "is_current_stream_capturing"):
+                recording.setattr(torch.cuda, name, lambda: True)
+            step(model, optimizer)
+            auto_audit.pending[optimizer] = False
+            auto_audit.before_step(optimizer)
+            auto_audit.before_forward(model, ())
+        step(model, optimizer)
+    assert (auto_audit.verdicts, auto_audit.refused) == ([], [])
+    verdict = audited.verdict
+    assert (verdict.steps, verdict.outcome) == (1, "not judged")
+    assert verdict.not_judged == {"step 2 and later steps": "a CUDA graph replays them, without the hooks of the audit"}
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="torch without CUDA")
+def test_an_audited_module_can_become_a_cuda_graph(tmp_path: Path):
+    model = nn.Linear(3, 3)
+    optimizer = sgd(model)
+    auto_audit = AutoAudit(str(tmp_path))
+    auto_audit.audit(model, optimizer)
+    step(model, optimizer)
+    with suppress(RuntimeError):  # without a GPU, which torch needs after it has looked for hooks
+        auto_audit._make_cuda_graphs(torch.cuda.make_graphed_callables, model, (torch.randn(4, 3),))
+    step(model, optimizer)
+    (verdict,) = auto_audit.verdicts
+    assert (verdict.steps, verdict.outcome) == (1, "not judged")
+    assert "a part of the model becomes a CUDA graph" in verdict.not_judged["step 2 and later steps"]
 
 
 def test_a_divisor_that_float32_rounds_is_no_fault():
@@ -139,18 +196,35 @@ def test_every_weight_has_its_turn(every: int, weights_every: int):
     assert compared == {*range(10)}
 
 
-def test_an_error_of_the_audit_itself_does_not_end_the_training(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    "failing",
+    [[(Judge, "gradients")], [(Judge, "gradients"), (RankInfo, "all_gather")], [(Hooks, "watch_gradients")]],
+    ids=["judge", "judge and communication", "hook"],
+)
+@pytest.mark.parametrize("every", [1, 2])
+def test_an_error_of_the_audit_itself_does_not_end_the_training(
+    failing: list[tuple[type, str]], every: int, monkeypatch: pytest.MonkeyPatch
+):
     def fail(*_: object) -> None:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr(Judge, "gradients", fail)
     model = nn.Linear(3, 3)
-    optimizer = sgd(model)
-    with audit(model, optimizer) as audited:
-        for _ in range(3):
-            step(model, optimizer)
-    assert audited.verdict.not_judged["step 1 and later steps"] == "the audit failed: ZeroDivisionError: ours"
-    assert audited.verdict.steps == 0
+    optimizer, replays = sgd(model), failing[0][0] is Hooks
+    plain = Replay(copy.deepcopy(model), every=every) if replays else None
+    with audit(model, optimizer, every=every, replay=plain) as audited:
+        for number in range(1, 10):
+            if number == 3:
+                for owner, name in failing:
+                    monkeypatch.setattr(owner, name, fail)
+            batch = torch.randn(4, 3)
+            if plain:
+                plain.micro_batch(partial(loss_of, batch))
+            step(model, optimizer, batch)
+    verdict, end = audited.verdict, 4 if every == 2 else 3
+    assert verdict.not_judged.pop(f"step {end} and later steps") == "the audit failed: ZeroDivisionError: ours"
+    # The other ranks replay this step, so this one must take part.
+    assert {*verdict.not_judged} == ({f"the replay of step {end}"} if replays else set())
+    assert (verdict.steps, verdict.outcome) == (2 // every, "not judged")
 
 
 def test_a_verdict_is_json():
@@ -187,7 +261,7 @@ def notes_of(batch: Callable[[int], Tensor], seed_of: Callable[[int], int] | Non
     """Trains three steps of two micro-batches. Returns the verdict's notes."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with audit(model, optimizer) as audited:
         for step in range(3):
             for part in range(2):
@@ -234,7 +308,7 @@ def in_layouts() -> dict[str, Tensor]:
 @pytest.mark.filterwarnings("ignore:.*(Sparse|prototype).*")
 @pytest.mark.parametrize("layout", ["jagged", "nested", "", "_csr", "_csc"])
 def test_a_batch_may_have_any_layout(layout: str):
-    batches = Batches(0, 1, torch.device("cpu"))
+    batches = Batches(RankInfo(0, 1))
     batches.before_forward(((in_layouts()[layout],), {}))
     assert not batches.notes(1, batches.fingerprints)
     resume = pytest.importorskip("stepcheck.lightning.resume", reason="needs Lightning")
@@ -242,7 +316,7 @@ def test_a_batch_may_have_any_layout(layout: str):
 
 
 def test_ranks_with_one_batch_are_noted():
-    ranks = [Batches(rank, 3, torch.device("cpu")) for rank in range(3)]
+    ranks = [Batches(RankInfo(rank, 3)) for rank in range(3)]
     for rank, own in zip(ranks, (0, 1, 0), strict=True):
         rank.before_forward(((DRAWN[own],), {}))
     everyone = torch.stack([rank.fingerprints for rank in ranks]).sum(0)

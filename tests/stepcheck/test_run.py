@@ -208,6 +208,11 @@ def step(self, *args, **more):
 torch.optim.AdamW.step = step
 """
 
+WEIGHTS = """
+import os
+os.environ["ATEN_CPU_CAPABILITY"] = "default"
+"""
+
 
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -217,33 +222,40 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("plant", "finding", "notes"),
+    ("plant", "arguments", "code", "finding", "says"),
     [
-        ("", "", ["weights drift from the baseline", "environment has changed"]),
-        (LOSS, "step 1: the gradient of .* of its norm, from the same weights and batches", []),
-        (BATCHES, "step 1: the gradient of .* of its norm, from other batches", []),
-        (OPTIMIZER, "step 2: the last update differs from the baseline's, by .*", []),
-        (LATER, "", ["weights drift from the baseline: from the start of this step on"]),
+        (LOSS, [], 1, "step 1: the gradient of .* of its norm, from the same weights and batches", []),
+        (BATCHES, [], 1, "step 1: the gradient of .* of its norm, from other batches", []),
+        (OPTIMIZER, [], 1, "step 2: the last update differs from the baseline's, by .*", []),
+        (LATER, [], 0, "", ["weights drift from the baseline: from the start of this step on"]),
+        ("", ["--steps", "7"], 0, "", ["because the baseline does not have them (first: step 5)"]),
+        (WEIGHTS, [], 1, "", ["because from step 1 on, the weights differ", "environment has changed"]),
     ],
 )
 def test_a_later_run_against_a_baseline(
-    plant: str, finding: str, notes: list[str], baseline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plant: str,
+    arguments: list[str],
+    code: int,
+    finding: str,
+    says: list[str],
+    baseline: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    """The plants stand for another release of torch. The audit alone does not find them. Other kernels, of a processor
-    without vector instructions, are no fault."""
+    """The plants stand for another release of torch. The audit alone does not find them."""
     (tmp_path / "sitecustomize.py").write_text(plant)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    if not plant:
-        monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
     report = tmp_path / "verdict.json"
     every = ["--every", "2"] if plant == LATER else []  # the update that differs is in a step between two audited ones
-    code = main(["run", "--against", str(baseline), "--json", str(report), *every, *FOUR_STEPS, "--clip", "0"])
+    flags = ["--against", str(baseline), "--json", str(report), *every]
+    ended_with = main(["run", *flags, *FOUR_STEPS, "--clip", "0", *arguments])
     engine: dict[str, Any] = json.loads(report.read_text())["engines"][0]
     found = [f"step {each['step']}: {each['text']}" for each in engine["findings"]]
-    assert code == (1 if finding else 0), engine["summary"]
+    assert ended_with == code, engine["summary"]
     assert len(found) == (1 if finding else 0)
     assert all(re.fullmatch(finding, text) for text in found)
-    assert all(note in engine["summary"] for note in notes)
+    assert all(text in engine["summary"] for text in says)
+    assert engine["summary"].count("against the baseline") <= 1
     assert "command has changed: tests/stepcheck/loop.py --steps 4 in the baseline" in engine["summary"]
 
 
