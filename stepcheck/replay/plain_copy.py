@@ -5,7 +5,7 @@ import gc
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, NoneType
@@ -65,6 +65,8 @@ class MicroBatch:
     state: State
     changed: dict[str, Tensor] | None = None
     """The weights and buffers that differ from those that `PlainCopy.keep` has saved. None: the copy keeps its own."""
+    synced: dict[str, Tensor] = field(default_factory=dict)
+    """The buffers that the forward pass has got from another rank."""
 
 
 class PlainCopy:
@@ -183,7 +185,7 @@ class PlainCopy:
             for each in micro_batches:
                 if each.changed is not None:
                     self._set_weights(exact, each.changed)
-                    self._update_buffers(given, each.changed)
+                self._update_buffers(given, each)
                 state = copy.deepcopy(each.state)
                 for name, part in self.module.named_modules():
                     vars(part).update(state.get(name, {}))
@@ -237,12 +239,15 @@ class PlainCopy:
             value = changed.get(name, self._weights[name])
             parameter.data = _copied(value, exact)
 
-    def _update_buffers(self, given: dict[str, Tensor], changed: Mapping[str, Tensor]) -> None:
-        """Gives the copy the buffers of the training, except those that the copy's own forward passes have changed."""
+    def _update_buffers(self, given: dict[str, Tensor], batch: MicroBatch) -> None:
+        """Gives the copy the buffers that the training has got from another rank, or that only other code than the
+        forward pass has changed."""
         for name, buffer in self.module.named_buffers():
-            if name in given and same_values(buffer, given[name]):
-                given[name] = changed.get(name, self._buffers[name])
-                buffer.copy_(given[name])
+            new = batch.synced.get(name)
+            if new is None and batch.changed is not None and name in given and same_values(buffer, given[name]):
+                new = batch.changed.get(name, self._buffers[name])
+            if new is not None:
+                given[name] = buffer.copy_(new).clone()
 
     @property
     def _dtype(self) -> torch.dtype:

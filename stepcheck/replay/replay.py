@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from stepcheck.engines.adapter import hookable_parts, plain_name, tensors_in
 from stepcheck.engines.plain import fused_scale
 from stepcheck.replay import compare
-from stepcheck.replay.compare import Compared
 from stepcheck.replay.memory import available, begin_replay, end_replay
 from stepcheck.replay.plain_copy import Computed, MicroBatch, PlainCopy, buffers_of, cloned, function_of
 from stepcheck.replay.random_state import random_state, random_state_kept, same_random_state
@@ -156,10 +155,11 @@ class Replay:
     ) -> None:
         module = self.audit.adapter.module
         self.copy.check_large(module)
-        if self.audit.adapter.syncs_buffers and self.audit.adapter.ranks.rank:
-            compute = self._with_synced_buffers(compute)
         state = self.copy.state_of(module)
-        self._micro_batches.append(MicroBatch(compute, cloned(arguments), random_state(), state, changed))
+        micro_batch = MicroBatch(compute, cloned(arguments), random_state(), state, changed)
+        self._micro_batches.append(micro_batch)
+        if self.audit.adapter.syncs_buffers and self.audit.adapter.ranks.rank:
+            self._watch_synced(micro_batch.synced)
 
     def _changed(self) -> dict[str, Tensor]:
         """Returns the weights and buffers that have changed within this step. Every rank must call it."""
@@ -167,21 +167,15 @@ class Replay:
         weights = ((name, adapter.full_weight(index)) for index, name in enumerate(adapter.names))
         return self.copy.changed(chain(weights, buffers_of(adapter.module).items()))
 
-    def _with_synced_buffers(self, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Makes a replayed micro-batch start from the buffers that DDP copies from rank 0 before its forward pass."""
-        adapter, synced = self.audit.adapter, {}
+    def _watch_synced(self, synced: dict[str, Tensor]) -> None:
+        """Keeps the buffers that DDP copies from rank 0 before the next forward pass."""
+        adapter = self.audit.adapter
 
         def keep(*_: Any) -> None:
             if not synced:
                 synced.update(buffers_of(adapter.module))
 
-        def compute_from_synced(module: nn.Module, *arguments: Any) -> Tensor:
-            for name, buffer in module.named_buffers():
-                buffer.copy_(synced[name])
-            return compute(module, *arguments)
-
         self._handles += [wrapper.module.register_forward_pre_hook(keep) for wrapper in adapter.wrappers]
-        return compute_from_synced
 
     def _try(self, function: Callable[[], Any]) -> Any:
         """Returns the result of a function. If it raises, returns None, and stores the error as one line in `_error`
@@ -321,7 +315,7 @@ class Replay:
         errors = [each for own in audit.adapter.ranks.all_gather(own_errors) for each in own]
         rounding = compare.mean_square(errors)
         arguments = actual, low, exact, self.copy.lowest, rounding
-        compared: list[Compared] = self._try(lambda: [*compare.compare(*arguments)]) or []
+        compared: list[compare.Compared] = self._try(lambda: [*compare.compare(*arguments)]) or []
         faults = {(each.kind, each.name): each.error for each in compared if each.share > 1}
         if any(audit.adapter.ranks.all_gather(bool(faults))):  # a module with experts computes on all ranks or on none
             unsteady = self._try(lambda: self._unsteady_buffers(low, exact, faults)) or ()

@@ -68,6 +68,14 @@ class ForgetsMomentum(Healthy):
         for state in getattr(optimizer, "optimizer", optimizer).state.values():
             state["momentum_buffer"].zero_()
 
+class Counts(Healthy):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def on_after_backward(self):
+        self.count += 1 + self.global_rank
+
 class CopiedOnOneRank(Healthy):
     def __init__(self):
         super().__init__()
@@ -129,6 +137,7 @@ RESUMED = {
     ("Healthy", "ddp", 12): "",
     ("Healthy", "zero.json", 12): "",
     ("Healthy", "deepspeed_stage_3", 12): "",
+    ("Counts", "ddp", 12): "",
     ("Healthy", "ddp", 5): "step 6: [0] of the batch in the first resumed step differs from the run that",
     ("ForgetsMomentum", "ddp", 12): "step 13: ['momentum_buffer'] of optimizer tensor 0 (net.0.weight)",
     ("ForgetsMomentum", "deepspeed_stage_3", 12): "step 13: ['momentum_buffer'] of optimizer tensor 0 (net.0.weight, ",
