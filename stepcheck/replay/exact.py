@@ -39,8 +39,9 @@ class Exact(TorchFunctionMode):
 
     Random numbers are drawn in a lower precision and then converted, because generators draw different numbers in
     float64. Dropout and the functions in DRAWS_INSIDE draw in the lowest dtype of the training. Other functions draw in
-    the dtype that the code names, or in the dtype of the weights if it is the dtype of a tensor, which is float64 here.
-    Random numbers that a function in C++ or CUDA draws internally, as attention with dropout does, are not handled.
+    the dtype that the code names. If it is the dtype of a tensor, which is float64 here, they draw in the dtype of the
+    weights, also under autocast. Random numbers that a function in C++ or CUDA draws internally, as attention with
+    dropout does, are not handled.
     """
 
     def __init__(self, lowest: torch.dtype, weights: torch.dtype):
