@@ -122,6 +122,10 @@ class RankInfo:
                 dist.all_gather_object(everyone, own)
         return everyone
 
+    def first(self, text: str) -> str:
+        """Returns the first text of all ranks that is not empty, in rank order, or "". Every rank must call it."""
+        return next(filter(None, self.all_gather(text)), "")
+
     def __str__(self) -> str:
         return "1 rank" if self.size == 1 else f"{self.size} ranks"
 

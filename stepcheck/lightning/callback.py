@@ -4,7 +4,7 @@ import copy
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,6 @@ from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn import SyncBatchNorm
-from torch.utils._pytree import tree_map
 
 from stepcheck.auditor import Audit, audit
 from stepcheck.engines import NotAuditable
@@ -75,6 +74,10 @@ class StepCheck(Callback):
         self.count = count
         self.on_fault: Literal["raise", "warn"] = on_fault
         self.file = file
+        self._undo = ExitStack()  # takes back what is wrapped
+        self._reset()
+
+    def _reset(self) -> None:
         self.verdicts: list[Verdict] = []  # of each optimizer
         self._audits: list[Audit] = []
         self._copy: Any = None
@@ -84,7 +87,6 @@ class StepCheck(Callback):
         self._seen = -1  # the step in which the schedules were last compared
         self._positions: dict[int, int] = {}  # of the schedules, by their number
         self._unjudged: dict[str, str] = {}  # what is not judged of any optimizer, and why
-        self._undo = ExitStack()  # takes back what is wrapped
 
     @property
     def verdict(self) -> Verdict:
@@ -97,9 +99,7 @@ class StepCheck(Callback):
         `configure_optimizers` record the module and its optimizer, and the strategy's `setup` start the audits."""
         if stage != "fit":
             return
-        self.verdicts, self._audits, self._replay, self._copy = [], [], None, None
-        self._seen, self._positions, self._unjudged = -1, {}, {}
-        self._start, self._has_optimizer = None, True
+        self._reset()
         if self.count or self.replays["every"] or self.replays["steps"]:
             try:
                 self._copy = copy.deepcopy(pl_module)  # Lightning leaves the trainer out
@@ -215,13 +215,7 @@ class StepCheck(Callback):
         for each in self._audits:
             each.watch_gradients()
         if self._replay is not None:
-            compute: Callable[[Any], Tensor] = partial(loss_of, trainer, ())
-            if self._replay.chooses(self._audits[0].step):
-                try:
-                    compute = partial(loss_of, trainer, cloned(arguments))
-                except Exception as error:  # the batch may be of a user's class
-                    compute = partial(_raise, error)
-            self._replay.micro_batch(compute)
+            self._replay.micro_batch(partial(loss_of, trainer), *arguments)
         return training_step(*arguments)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -284,14 +278,14 @@ def build_copy(copied: Any, trainer: Trainer) -> None:
 def first_reason(reason: str) -> str:
     """Returns the first reason of all ranks, in rank order, or "". Every rank must call it and act on the result,
     because a rank that leaves out a collective would let the others wait in vain."""
-    return next(filter(None, RankInfo.current().all_gather(reason)), "")
+    return RankInfo.current().first(reason)
 
 
-def loss_of(trainer: Trainer, arguments: tuple[Any, ...], module: Any) -> Tensor:
-    """Calls training_step on copies of its arguments, in Lightning's precision context. Returns the loss divided by the
-    number of micro-batches, without a loss scale."""
+def loss_of(trainer: Trainer, module: Any, *arguments: Any) -> Tensor:
+    """Calls training_step in Lightning's precision context. Returns the loss divided by the number of micro-batches,
+    without a loss scale."""
     with trainer.precision_plugin.train_step_context():
-        outputs = module.training_step(*cloned(arguments))
+        outputs = module.training_step(*arguments)
     loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
     return loss / trainer.accumulate_grad_batches
 
@@ -300,21 +294,6 @@ def without_scale(trainer: Trainer, loss: Tensor) -> Tensor:
     """Returns a loss that is passed to `backward`, detached, without the loss scale of Lightning's GradScaler."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return loss.detach() / (scaler.get_scale() if scaler else 1)
-
-
-def cloned(nested: Any) -> Any:
-    """Returns a deep copy of the arguments of training_step. Raises TypeError if one of them is an iterator."""
-    return tree_map(_clone, nested)
-
-
-def _clone(leaf: Any) -> Any:
-    if isinstance(leaf, Iterator):
-        raise TypeError("training_step takes its batches from an iterator")
-    return leaf.clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
-
-
-def _raise(error: Exception, module: Any) -> Tensor:
-    raise error
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

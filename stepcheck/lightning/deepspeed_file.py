@@ -45,17 +45,17 @@ def read_config(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
     for key in config_keys(config):
         if key not in keys:
             raise UsageError(
-                f"{what}: DeepSpeed does not read {key!r}, so it has no effect: "
-                f"{nearest(key, keys, cutoff=0.65, otherwise='remove it')}"
+                f"{what}: DeepSpeed does not read {key!r}: {nearest(key, keys, cutoff=0.65, otherwise='remove it')}"
             )
     fields: dict[str, Any] = {}
     for key, name in (("gradient_accumulation_steps", "accumulate"), ("gradient_clipping", "clip")):
         if key in config:
             fields[name] = config.pop(key)
-    for key, precision in PRECISION_OF_SECTION.items():
-        section = config.get(key)
-        if isinstance(section, dict) and section.get("enabled"):
-            fields["precision"] = precision
+    enabled = [key for key in PRECISION_OF_SECTION if isinstance(config.get(key), dict) and config[key].get("enabled")]
+    if len(enabled) > 1:
+        raise UsageError(f"{what}: {' and '.join(enabled)} are both enabled: switch one of them off")
+    for key in enabled:
+        fields["precision"] = PRECISION_OF_SECTION[key]
     for key in OF_LOADER:
         config.pop(key, None)
     return {"zero_allow_untested_optimizer": True, **config}, fields

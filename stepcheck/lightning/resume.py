@@ -41,6 +41,7 @@ class StateRecorder(Callback):
         self.step, self.checkpoint, self.random = step, checkpoint, random
         self.first: Checksums = {}
         self.last: Checksums = {}
+        self.steps = 0  # of the whole training, at its end
         self._is_saved = False
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -61,15 +62,15 @@ class StateRecorder(Callback):
             self._is_saved = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.last = _weights(trainer, pl_module)
+        self.last, self.steps = _weights(trainer, pl_module), trainer.global_step
 
 
 def differences(saved: StateRecorder, resumed: StateRecorder) -> list[Finding]:
     """Compares a resumed run with the run that continued without an interruption. Returns the differences of all ranks,
     at most 100 findings. A rank compares the ends of the runs only if it has found no difference in the first resumed
     step. Every rank must call it."""
-    found = _differences(saved.step, saved.first, resumed.first, "in the first resumed step")
-    found = found or _differences(0, saved.last, resumed.last, "at the end")
+    found = _differences(saved.step + 1, saved.first, resumed.first, "in the first resumed step")
+    found = found or _differences(saved.steps, saved.last, resumed.last, "at the end")
     return [each for of_rank in RankInfo.current().all_gather(found) for each in of_rank][:100]
 
 
@@ -82,7 +83,7 @@ def _differences(step: int, expected: Checksums, actual: Checksums, when: str) -
             text = f"{name} {when} differs from the run that was not interrupted{how}"
             if kind == "batch":
                 text += f": {NOT_RESTORED}"
-            found.append(Finding(step + 1, kind, text, float("inf"), torch.distributed.get_rank()))
+            found.append(Finding(step, kind, text, float("inf"), RankInfo.current().rank))
     return found
 
 

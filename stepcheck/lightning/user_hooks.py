@@ -41,15 +41,15 @@ class UserHooks:
         optimizer = optimizer_of(plain.configure_optimizers())
         plain.optimizers = lambda *args, **options: optimizer
         plain.clip_gradients = self._clip  # DeepSpeed's plugin clips nothing when it is called
+        arguments: dict[str, list[Any]] = {
+            "on_after_backward": [],
+            "on_before_optimizer_step": [optimizer],
+            HOOKS[2]: [optimizer, self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm],
+        }
         found = []
         with _without_gradients(self.module):
             for (owner, name), text in zip(self.hooks, self.names, strict=True):
                 before = _gradients(plain)
-                arguments: dict[str, list[Any]] = {
-                    "on_after_backward": [],
-                    "on_before_optimizer_step": [optimizer],
-                    HOOKS[2]: [optimizer, self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm],
-                }
                 if isinstance(owner, Callback):
                     getattr(_copy_of(owner), name)(self.trainer, plain, *arguments[name])
                 else:

@@ -28,6 +28,9 @@ ROUNDINGS = 3.0
 LEAST = 4.0
 """Relative error that is allowed in addition, in machine epsilons."""
 
+VISIBLE = 0.5
+"""Largest tolerance of a gradient that counts as judged, relative to its norm."""
+
 FEW = 100
 """A tensor with fewer elements has too small a sample of rounding errors."""
 
@@ -96,7 +99,7 @@ def compare(
     yield from _gradients(actual, low, exact, eps)
     for name, buffer in low.buffers.items():
         if name in actual.buffers and actual.buffers[name].shape == buffer.shape:
-            own_eps = max(eps, torch.finfo(buffer.dtype).eps) if buffer.is_floating_point() else 0.0
+            own_eps = max(eps, torch.finfo(buffer.dtype).eps) if _rounds(buffer) else 0.0
             yield _compared("replayed buffer", name, actual.buffers[name], buffer, exact.buffers[name], own_eps)
 
 
@@ -133,7 +136,7 @@ def _gradients(actual: Computed, low: Computed, exact: Computed, eps: float) -> 
         value, own = actual.gradients[name], low.gradients[name]
         few = rounding if high.numel() < FEW else 0.0
         result = _compared("replayed gradient", name, value, own, high, eps * summed, sizes[name], few)
-        factor = common_factor(value.double(), own.double()) if result.share > 1 else None
+        factor = common_factor(_real(value), _real(own)) if result.share > 1 else None
         is_scaled = factor is not None and abs(factor - 1) > CONSTANT
         explanation = f": it is {factor:.3g} times the correct value" if is_scaled else ""
         yield replace(result, explanation=explanation)
@@ -155,7 +158,7 @@ def _compared(
 ) -> Compared:
     size = size or _norm(exact) + 1e-300
     own = max(_distance(low, exact) / size, rounding)
-    tolerance = ROUNDINGS * own + LEAST * eps if actual.is_floating_point() else 0.0
+    tolerance = ROUNDINGS * own + LEAST * eps if _rounds(actual) else 0.0
     if not low.isfinite().all() and not actual.isfinite().all():
         return Compared(kind, name, 0.0, math.inf, actual.numel())
     return Compared(kind, name, _distance(actual, low) / size, tolerance, actual.numel())
@@ -180,14 +183,23 @@ def _may_use_tf32() -> bool:
     return any(each.fp32_precision == "tf32" for each in (products, cudnn.conv, cudnn.rnn))
 
 
+def _rounds(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Returns the numbers of a tensor in float64, two for each complex number."""
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
+
+
 def _norm(tensor: Tensor) -> float:
     """Returns the norm of the finite elements, so that a gradient that overflows does not hide the others."""
-    return float(tensor.double().nan_to_num(0.0, 0.0, 0.0).norm())
+    return float(_real(tensor).nan_to_num(0.0, 0.0, 0.0).norm())
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
     """Returns the norm of the difference. Infinite values and NaN count as equal to themselves."""
-    one, other = one.double(), other.double()
+    one, other = _real(one), _real(other)
     equal = (one == other) | (one.isnan() & other.isnan())
     return float((one - other).masked_fill(equal, 0).norm())
 

@@ -3,8 +3,9 @@
 import copy
 import gc
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, NoneType
@@ -13,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset
 
-from stepcheck.engines.adapter import hookable_parts, plain_name, tensors_in
+from stepcheck.engines.adapter import hookable_parts, plain_name, same_values, tensors_in
 from stepcheck.replay.exact import Exact, to_float64
 from stepcheck.replay.random_state import set_random_state
 
@@ -27,10 +29,10 @@ NO_DATA = (nn.Module, Dataset, DataLoader, ModuleType, type, *FUNCTIONS)
 """Types of attributes that have no data, or data sets, which are too large to copy in each micro-batch."""
 
 LARGEST = 2**26
-"""An attribute with a tensor or array of more bytes counts as a data set, and is not copied."""
+"""An attribute with a tensor or array of more bytes, such as a data set, is not copied in each micro-batch."""
 
 State = dict[str, dict[str, Any]]
-"""Attributes of modules that are data (see `_is_data`), by the module's name."""
+"""Attributes of modules that are data (see `_data_in`), by the module's name."""
 
 
 class Computed:
@@ -45,12 +47,26 @@ class Computed:
 
     def add(self, name: str, gradient: Tensor) -> None:
         value = gradient.detach()
-        value = value.double() if value.dtype == torch.float64 else value.float()
+        value = value.to(torch.promote_types(value.dtype, torch.float32))
         if name in self.gradients:
             self.gradients[name] += value
             self.summands[name] += value.norm()
         else:
             self.gradients[name], self.summands[name] = value.clone(), value.norm()
+
+
+@dataclass
+class MicroBatch:
+    """A micro-batch, and what its forward pass begins with."""
+
+    compute: Callable[..., Tensor]  # takes the module and `arguments`, and returns the loss
+    arguments: tuple[Any, ...]
+    random_state: dict[str, Any]
+    state: State
+    changed: dict[str, Tensor] | None = None
+    """The weights and buffers that differ from those that `PlainCopy.keep` has saved. None: the copy keeps its own."""
+    synced: dict[str, Tensor] = field(default_factory=dict)
+    """The buffers that the forward pass has got from another rank."""
 
 
 class PlainCopy:
@@ -106,12 +122,12 @@ class PlainCopy:
         for name, part in module.named_modules():
             own = states[plain_name(module, name)] = {}
             for key, value in vars(part).items():
-                values: dict[int, Any] = {}
-                if key in self.internal or not _is_data(value, values):
+                data = None if key in self.internal else _data_in(value)
+                if data is None or _is_large(data):
                     continue
-                for number, each in values.items():
-                    if isinstance(each, Tensor) and number not in copies:
-                        copies[number] = each.detach().clone()
+                for each in data:
+                    if isinstance(each, Tensor) and id(each) not in copies:
+                        copies[id(each)] = each.detach().clone()
                 complete = {*copies}
                 try:
                     own[key] = copy.deepcopy(value, copies)
@@ -120,20 +136,36 @@ class PlainCopy:
                         del copies[number]
         return states
 
+    def check_large(self, module: nn.Module) -> None:
+        """Raises ValueError if an attribute of a module is too large for `state_of`, and differs from the copy's."""
+        copied = dict(self.module.named_modules())
+        for name, part in module.named_modules():
+            own = vars(copied[plain_name(module, name)])
+            for key, value in vars(part).items():
+                data = None if key in self.internal else _data_in(value)
+                if data and _is_large(data) and not _equal(data, _data_in(own.get(key)) or []):
+                    label = f"{plain_name(module, name)}.{key}".lstrip(".")
+                    raise ValueError(f"the attribute {label} changes, and is too large to be copied")
+
+    def changed(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Returns those of the named weights and buffers that differ from the saved ones."""
+        saved = self._weights | self._buffers
+        return {name: each for name, each in tensors if name in saved and not same_values(each, saved[name])}
+
     def compute(
         self,
-        micro_batches: Collection[tuple[Callable[[nn.Module], Tensor], dict[str, Any], State]],
-        divisor: float,
-        scale: float,
-        watch: Callable[[nn.Module, Computed], list[Any]],
+        micro_batches: Iterable[MicroBatch],
+        divisor: float = 1.0,
+        scale: float = 1.0,
+        watch: Callable[[nn.Module, Computed], list[Any]] | None = None,
         exact: bool = False,
         then: Callable[[Any], None] | None = None,
     ) -> Computed:
         """Returns what plain PyTorch computes for the micro-batches of a step, from the values that `keep` has saved.
 
+        The replay has all buffers if it is exact, and otherwise those that its own forward passes have changed.
+
         Args:
-            micro_batches: For each micro-batch, the function that computes its loss, the states of the random
-                generators, and the states of the modules.
             divisor: The number by which the engine divides each loss before its backward pass.
             scale: The loss scale, by which the engine multiplies each loss.
             watch: Registers hooks that keep outputs of submodules, and returns their handles.
@@ -142,20 +174,25 @@ class PlainCopy:
         """
         computed = Computed()
         self._restore(exact)
-        handles = watch(self.module, computed)
+        handles = watch(self.module, computed) if watch else []
+        given = dict(self._buffers)  # as the copy has got them from the training
         for name, parameter in self.module.named_parameters():
             if name in self.compared:
                 handles.append(parameter.register_hook(partial(computed.add, name)))
             if name in self.trained:
                 handles.append(parameter.register_post_accumulate_grad_hook(_drop_gradient))
         try:
-            for compute, random_state, state in micro_batches:
-                state = copy.deepcopy(state)
+            for each in micro_batches:
+                if each.changed is not None:
+                    self._set_weights(exact, each.changed)
+                self._update_buffers(given, each)
+                state = copy.deepcopy(each.state)
                 for name, part in self.module.named_modules():
                     vars(part).update(state.get(name, {}))
-                set_random_state(random_state)
-                with torch.enable_grad(), Exact(self.lowest) if exact else nullcontext():
-                    loss = compute(self.module)
+                set_random_state(each.random_state)
+                arguments = cloned(each.arguments)
+                with torch.enable_grad(), Exact(self.lowest, self._dtype) if exact else nullcontext():
+                    loss = each.compute(self.module, *arguments)
                     _backward(loss / divisor * scale)
                 computed.losses.append(loss.detach())
             if then:
@@ -164,7 +201,9 @@ class PlainCopy:
                         parameter.data = parameter.data.to(computed.gradients[name].dtype)
                         parameter.grad = computed.gradients[name] / scale
                 then(self.module)
-            computed.buffers = buffers_of(self.module)
+            buffers = buffers_of(self.module)
+            own = {name for name, each in buffers.items() if name not in given or not same_values(each, given[name])}
+            computed.buffers = buffers if exact else {name: buffers[name] for name in own}
         finally:
             for handle in handles:
                 handle.remove()
@@ -185,21 +224,43 @@ class PlainCopy:
 
     def _restore(self, exact: bool) -> None:
         self._autocast = self._autocast if exact else set()
+        self._set_weights(exact, {})
         for name, parameter in self.module.named_parameters():
-            value = self._weights[name]
-            parameter.data = value.double() if exact else value.clone()
             parameter.requires_grad_(name in self.trained)
         for part_name, part in self.module.named_modules():
             for name, _ in [*part.named_buffers(recurse=False)]:
                 value = self._buffers.get(f"{part_name}.{name}" if part_name else name)
                 if value is not None:
-                    part._buffers[name] = to_float64(value).clone() if exact else value.clone()
+                    part._buffers[name] = _copied(value, exact)
         cast_batch_norm_weights(self.module)
+
+    def _set_weights(self, exact: bool, changed: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.module.named_parameters():
+            value = changed.get(name, self._weights[name])
+            parameter.data = _copied(value, exact)
+
+    def _update_buffers(self, given: dict[str, Tensor], batch: MicroBatch) -> None:
+        """Gives the copy the buffers that the training has got from another rank, or that only other code than the
+        forward pass has changed."""
+        for name, buffer in self.module.named_buffers():
+            new = batch.synced.get(name)
+            if new is None and batch.changed is not None and name in given and same_values(buffer, given[name]):
+                new = batch.changed.get(name, self._buffers[name])
+            if new is not None:
+                given[name] = buffer.copy_(new).clone()
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.float32 if torch.float32 in self._dtypes else self.lowest
 
     def _note_autocast(self, part: nn.Module, inputs: Any) -> None:
         device = next((each.device.type for each in tensors_in(inputs)), "cpu")
         if torch.is_autocast_enabled(device):
             self._autocast.add(torch.get_autocast_dtype(device))
+
+
+def _copied(value: Tensor, exact: bool) -> Tensor:
+    return to_float64(value).clone() if exact else value.clone()
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor]:
@@ -244,15 +305,34 @@ def _backward(loss: Tensor) -> None:
     )
 
 
-def _is_data(value: Any, values: dict[int, Any]) -> bool:
-    """Returns whether a value is data: plain, a tensor (but no Parameter) or NumPy object of at most LARGEST bytes, or
-    a container or an object that has only data. Adds the values that it reads and that are not plain to `values`, by
-    id."""
-    if isinstance(value, PLAIN) or id(value) in values:
+def cloned(nested: Any) -> Any:
+    """Returns a deep copy of the arguments of a forward pass. Raises TypeError if one of them is an iterator."""
+    return tree_map(_clone, nested)
+
+
+def _clone(leaf: Any) -> Any:
+    if isinstance(leaf, Iterator):
+        raise TypeError("training_step takes its batches from an iterator")
+    return leaf.clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
+
+
+def _data_in(value: Any) -> list[Any] | None:
+    """Returns the plain values, tensors, random generators and NumPy objects in a value, its containers and objects.
+    Returns None if there is something else too, such as a Parameter or a function."""
+    data: list[Any] = []
+    return data if _is_data(value, data, {}) else None
+
+
+def _is_data(value: Any, data: list[Any], seen: dict[int, Any]) -> bool:
+    if isinstance(value, PLAIN):
+        data.append(value)
         return True
-    values[id(value)] = value
-    if isinstance(value, Tensor) or type(value).__module__.partition(".")[0] == "numpy":
-        return not isinstance(value, nn.Parameter) and getattr(value, "nbytes", 0) <= LARGEST
+    if id(value) in seen:
+        return True
+    seen[id(value)] = value
+    if isinstance(value, (Tensor, torch.Generator)) or type(value).__module__.partition(".")[0] == "numpy":
+        data.append(value)
+        return not isinstance(value, nn.Parameter)
     if isinstance(value, NO_DATA):
         return False
     own = [*getattr(value, "__dict__", {}).values()]
@@ -262,7 +342,25 @@ def _is_data(value: Any, values: dict[int, Any]) -> bool:
         own += value
     elif not hasattr(value, "__dict__"):
         return False
-    return all(_is_data(each, values) for each in own)
+    return all(_is_data(each, data, seen) for each in own)
+
+
+def _is_large(data: Iterable[Any]) -> bool:
+    return any(getattr(each, "nbytes", 0) > LARGEST for each in data)
+
+
+def _equal(some: Collection[Any], others: Collection[Any]) -> bool:
+    return len(some) == len(others) and all(map(_is_equal, some, others))
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return same_values(one, other)
+    if hasattr(one, "nbytes"):  # of NumPy
+        return one.shape == other.shape and bool((one == other).all())
+    return one == other
 
 
 def function_of(module: nn.Module, copied: nn.Module) -> str | None:

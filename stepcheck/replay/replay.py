@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,8 +16,9 @@ from stepcheck.engines.adapter import hookable_parts, plain_name, tensors_in
 from stepcheck.engines.plain import scaler_of
 from stepcheck.replay import compare
 from stepcheck.replay.memory import available, begin_replay, end_replay
-from stepcheck.replay.plain_copy import Computed, PlainCopy, buffers_of, function_of
+from stepcheck.replay.plain_copy import Computed, MicroBatch, PlainCopy, buffers_of, cloned, function_of
 from stepcheck.replay.random_state import random_state, random_state_kept, same_random_state
+from stepcheck.verdict import ENOUGH
 
 BYTES = 36
 """Most bytes that a replay needs for each parameter, beside the training and without activations: weights, the
@@ -64,7 +66,8 @@ class Replay:
         self._begun = 0  # the last step whose first micro-batch was seen
         self._chosen = False  # whether this step is replayed, on all ranks
         self._error = ""  # why this rank cannot replay this step
-        self._micro_batches: list[tuple[Callable[[nn.Module], Tensor], dict[str, Any], Any]] = []
+        self._micro_batches: list[MicroBatch] = []
+        self._drawn: dict[str, Any] | None = None  # the random state after the first replay
         self._handles: list[Any] = []
 
     def chooses(self, step: int) -> bool:
@@ -78,14 +81,15 @@ class Replay:
         audit.undo.callback(self._end)
 
     # What the training calls
-    def micro_batch(self, compute: Callable[[nn.Module], Tensor]) -> None:
+    def micro_batch(self, compute: Callable[..., Tensor], *arguments: Any) -> None:
         """Saves a micro-batch, before its forward pass. Every rank must call it.
 
         Args:
             compute: Takes a module like the trained one, and returns the loss of the micro-batch, as the training
-                passes it to `backward`, but without a loss scale. It must not change its batch.
+                passes it to `backward`, but without a loss scale. It must not change a batch that it has itself.
+            arguments: More arguments of `compute`, such as the batch, which are copied.
         """
-        audit = self.audit
+        audit, changed = self.audit, None
         if audit.step != self._begun:
             self._end()
             self._begun = audit.step
@@ -93,8 +97,11 @@ class Replay:
             if self._chosen:
                 audit.begin()
                 self._try(self._begin)
+                self._gives_up()
+        elif self.actual is not None:
+            changed = self._try(self._changed)
         if self.actual is not None:
-            self._try(lambda: self._remember(compute))
+            self._try(lambda: self._remember(compute, arguments, changed))
 
     def loss(self, loss: Tensor) -> None:
         """Records the loss of the last micro-batch, as `compute` returns it. Without this call, losses are not
@@ -120,38 +127,55 @@ class Replay:
         self.hooked = {
             name for name, each in zip(audit.adapter.names, audit.adapter.parameters, strict=True) if _is_hooked(each)
         }
-        low = self._compute(then=self.then)
+        self._try(lambda: self.copy.check_large(audit.adapter.module))
+        if self._gives_up():
+            return
+        low, exact = self._compute(then=self.then), None
         same = low is not None and bool(self._try(lambda: self._is_identical(low)))
-        answers, exact = audit.adapter.ranks.all_gather((self._error or audit.error, same)), None
-        if not any(error for error, _ in answers) and not all(same for _, same in answers):
+        is_same_on_all = all(audit.adapter.ranks.all_gather(same))
+        if self._gives_up():
+            return
+        if not is_same_on_all:
             exact = self._compute(exact=True)
-            answers = audit.adapter.ranks.all_gather((self._error, same))
-        errors = [error for error, _ in answers if error]
-        if errors:
-            audit.verdict.not_judged[f"the replay of step {audit.step}"] = errors[0]
-        elif low is not None:
+            if self._gives_up():
+                return
+        if low is not None:
             self._report(low, exact)
 
-    def _remember(self, compute: Callable[[nn.Module], Tensor]) -> None:
-        if self.audit.adapter.syncs_buffers and self.audit.adapter.ranks.rank:
-            compute = self._with_synced_buffers(compute)
-        self._micro_batches.append((compute, random_state(), self.copy.state_of(self.audit.adapter.module)))
+    def _gives_up(self) -> bool:
+        """Ends the replay of this step on all ranks if one of them has an error. Every rank must call it."""
+        error = self.audit.adapter.ranks.first(self._error or self.audit.error)
+        if error:
+            self.audit.verdict.not_judged[f"the replay of step {self.audit.step}"] = error
+            self._end()
+        return bool(error)
 
-    def _with_synced_buffers(self, compute: Callable[[nn.Module], Tensor]) -> Callable[[nn.Module], Tensor]:
-        """Makes a replayed micro-batch start from the buffers that DDP copies from rank 0 before its forward pass."""
-        adapter, synced = self.audit.adapter, {}
+    def _remember(
+        self, compute: Callable[..., Tensor], arguments: tuple[Any, ...], changed: dict[str, Tensor] | None
+    ) -> None:
+        module = self.audit.adapter.module
+        self.copy.check_large(module)
+        state = self.copy.state_of(module)
+        micro_batch = MicroBatch(compute, cloned(arguments), random_state(), state, changed)
+        self._micro_batches.append(micro_batch)
+        if self.audit.adapter.syncs_buffers and self.audit.adapter.ranks.rank:
+            self._watch_synced(micro_batch.synced)
+
+    def _changed(self) -> dict[str, Tensor]:
+        """Returns the weights and buffers that have changed within this step. Every rank must call it."""
+        adapter = self.audit.adapter
+        weights = ((name, adapter.full_weight(index)) for index, name in enumerate(adapter.names))
+        return self.copy.changed(chain(weights, buffers_of(adapter.module).items()))
+
+    def _watch_synced(self, synced: dict[str, Tensor]) -> None:
+        """Keeps the buffers that DDP copies from rank 0 before the next forward pass."""
+        adapter = self.audit.adapter
 
         def keep(*_: Any) -> None:
             if not synced:
                 synced.update(buffers_of(adapter.module))
 
-        def compute_from_synced(module: nn.Module) -> Tensor:
-            for name, buffer in module.named_buffers():
-                buffer.copy_(synced[name])
-            return compute(module)
-
         self._handles += [wrapper.module.register_forward_pre_hook(keep) for wrapper in adapter.wrappers]
-        return compute_from_synced
 
     def _try(self, function: Callable[[], Any]) -> Any:
         """Returns the result of a function. If it raises, returns None, and stores the error as one line in `_error`
@@ -164,25 +188,25 @@ class Replay:
 
     def _begin(self) -> None:
         audit, adapter = self.audit, self.audit.adapter
-        node = platform.node()
-        problems, nodes = zip(*adapter.ranks.all_gather((self._problem(), node)), strict=True)
-        if problem := next(filter(None, problems), ""):
+        if problem := adapter.ranks.first(self._problem()):
             audit.verdict.not_judged["replays"] = problem
             self._chosen, self.every, self.steps = False, 0, set()
             return
         begin_replay(adapter.device)
         needed = BYTES * sum(math.prod(adapter.shape(index)) for index in range(len(adapter.names)))
-        free = available(adapter.device, nodes.count(node))
+        node = platform.node()
+        free = available(adapter.device, adapter.ranks.all_gather(node).count(node))
         if any(adapter.ranks.all_gather(free is not None and needed > free)):
             raise MemoryError(
                 f"it needs up to {needed / 1e9:.1f} GB on a rank, and {(free or 0) / 1e9:.1f} GB are free"
             )
         weights = {name: adapter.full_weight(index) for index, name in enumerate(adapter.names)}
-        trained = {adapter.names[index] for index in adapter.trained if adapter.parameters[index].requires_grad}
+        required = {index for index, each in enumerate(adapter.parameters) if each.requires_grad}
+        trained = {adapter.names[index] for index in adapter.trained & required}
         compared = {name for name in trained if self.only.search(name)}
         if trained and not compared:
             raise ValueError(f"no trained weight has a name with {self.only.pattern!r}, such as {min(trained)}")
-        self.copy.keep(weights, buffers_of(adapter.module), trained, compared)
+        self.copy.keep(weights, buffers_of(adapter.module), {adapter.names[index] for index in required}, compared)
         self.actual = Computed()
         self._handles = self._watch(adapter.module, self.actual)
 
@@ -215,7 +239,7 @@ class Replay:
     def _end(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self.actual, self._micro_batches, self._handles, self._error = None, [], [], ""
+        self.actual, self._micro_batches, self._handles, self._error, self._drawn = None, [], [], "", None
         self.copy.drop_saved()
         if self._chosen:
             end_replay(self.audit.adapter.device)
@@ -230,17 +254,22 @@ class Replay:
         arguments = self._micro_batches, adapter.divisor, scale, self._watch, exact, then
         with random_state_kept(), self._refusing_trained_module():
             computed = self._try(lambda: self.copy.compute(*arguments))
-            if not same_random_state(random_state(), self._micro_batches[-1][1]) and _compiles_random_numbers(
-                adapter.module
-            ):
-                self._error = self._error or (
-                    "torch.compile draws other random numbers; set torch._inductor.config.fallback_random"
-                )
+            drawn = random_state()
+        self._drawn = self._drawn or drawn
+        if not same_random_state(drawn, self._micro_batches[-1].random_state) and _compiles_random_numbers(
+            adapter.module
+        ):
+            self._error = self._error or (
+                "torch.compile draws other random numbers; set torch._inductor.config.fallback_random"
+            )
+        elif not same_random_state(drawn, self._drawn):
+            self._error = self._error or "the module draws other random numbers in a later replay, as in float64"
         return computed
 
     def _is_identical(self, low: Computed) -> bool:
         assert self.actual is not None
         self.actual.buffers = buffers_of(self.audit.adapter.module)
+        self._note_buffers(self.actual, low)
         self._leave_out_unknown(self.actual, low)
         return compare.identical(self.actual, low) and not self._may_lack_gradients(low)
 
@@ -248,6 +277,13 @@ class Replay:
         """Returns whether autocast may have lost gradients in the training and in the replay alike. Older releases of
         torch use a weight that was cast under `no_grad` again later (torch issue 142234)."""
         return self.copy.autocasts and bool(self.copy.compared - low.gradients.keys() - self.hooked)
+
+    def _note_buffers(self, actual: Computed, low: Computed) -> None:
+        """Notes buffers that only the training has changed, which are not compared, because its hooks may do so."""
+        others = {name: each for name, each in actual.buffers.items() if name not in low.buffers}
+        for name in self.copy.changed(others.items()):
+            text = f"something other than the forward pass changes {name}, so the replay does not compare it"
+            self.audit.verdict.notes["buffers"] = text
 
     def _leave_out_unknown(self, actual: Computed, low: Computed) -> None:
         """Removes, in both, the values that cannot be compared: losses, if their numbers differ; gradients that hooks
@@ -279,32 +315,42 @@ class Replay:
         errors = [each for own in audit.adapter.ranks.all_gather(own_errors) for each in own]
         rounding = compare.mean_square(errors)
         arguments = actual, low, exact, self.copy.lowest, rounding
-        compared = self._try(lambda: compare.worst(compare.compare(*arguments))) or ()
+        compared: list[compare.Compared] = self._try(lambda: [*compare.compare(*arguments)]) or []
         faults = {(each.kind, each.name): each.error for each in compared if each.share > 1}
         if any(audit.adapter.ranks.all_gather(bool(faults))):  # a module with experts computes on all ranks or on none
-            self._try(lambda: self._judge_again(low, exact, faults))
-        unsure = [error for error in audit.adapter.ranks.all_gather(self._error) if error]
-        if unsure:
-            audit.verdict.not_judged[f"the replay of step {audit.step}"] = unsure[0]
+            unsteady = self._try(lambda: self._unsteady_buffers(low, exact, faults)) or ()
+            compared = [each for each in compared if each.kind != "replayed buffer" or each.name not in unsteady]
+        if self._gives_up():
             return
-        audit.verdict.replayed += 1
-        for each in compared:
+        for each in compare.worst(compared):
             audit.add(each.kind, each.share, str(each))
+        gradients = [each for each in compared if each.kind == "replayed gradient"]
+        judged = sum(each.elements for each in gradients if each.tolerance < compare.VISIBLE)
+        if judged < ENOUGH * sum(each.elements for each in gradients):
+            self._error = f"the tolerance of many gradients is {compare.VISIBLE} of their norm or more"
+        audit.verdict.replayed += not self._gives_up()
 
-    def _judge_again(self, low: Computed, exact: Computed, faults: dict[tuple[str, str], float]) -> None:
-        """Replays a step once more. Raises RuntimeError if a value with a fault also differs between the two replays,
-        because then its error says nothing about the training."""
-        again = self._compute()
+    def _unsteady_buffers(self, low: Computed, exact: Computed, faults: dict[tuple[str, str], float]) -> list[str]:
+        """Replays a step once more. Returns the buffers with a fault that differ between the two replays, because their
+        errors say nothing about the training. Raises RuntimeError if a loss, gradient or output does, because other
+        gradients may depend on it."""
+        again, found = self._compute(), []
         if again is None:
-            return
+            return found
         self._leave_out_unknown(low, again)
         for each in compare.compare(again, low, exact, self.copy.lowest, rounding=0.0):
-            if each.error > faults.get((each.kind, each.name), math.inf) / STEADY:
-                raise RuntimeError(
-                    f"two replays of it differ on {self.audit.adapter.device} (the {each.kind} of {each.name} by "
-                    f"{each.error:.2g} of its norm): the module has state or random numbers that a replay cannot "
-                    "restore, or the device computes wrongly"
-                )
+            if each.error <= faults.get((each.kind, each.name), math.inf) / STEADY:
+                continue
+            text = (
+                f"two replays of it differ on {self.audit.adapter.device} (the {each.kind} of {each.name} by "
+                f"{each.error:.2g} of its norm): the module has state or random numbers that a replay cannot "
+                "restore, or the device computes wrongly"
+            )
+            if each.kind != "replayed buffer":
+                raise RuntimeError(text)
+            self.audit.verdict.not_judged["some replayed buffers"] = text
+            found.append(each.name)
+        return found
 
     def _watch(self, module: nn.Module, computed: Computed) -> list[Any]:
         if not self.outputs:

@@ -11,12 +11,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from stepcheck.engines.plain import scaler_of
-from stepcheck.lightning.callback import INTERNAL, build_copy, cloned, loss_of, without_scale
+from stepcheck.lightning.callback import INTERNAL, build_copy, loss_of, without_scale
 from stepcheck.lightning.case import QUIET
 from stepcheck.lightning.user_classes import fit
 from stepcheck.patch import wrap_function
-from stepcheck.replay.compare import Compared, compare, identical, loss_errors, mean_square, worst
-from stepcheck.replay.plain_copy import Computed, PlainCopy, buffers_of
+from stepcheck.replay.compare import VISIBLE, Compared, compare, identical, loss_errors, mean_square, worst
+from stepcheck.replay.plain_copy import Computed, MicroBatch, PlainCopy, buffers_of, cloned
 from stepcheck.replay.random_state import random_state, random_state_kept, same_random_state, set_random_state
 from stepcheck.script.data import RecordedBatches, compare_batches
 from stepcheck.script.explain import explain_gradient, explain_loss
@@ -31,9 +31,6 @@ from stepcheck.script.recording import (
 from stepcheck.updates import update_errors
 from stepcheck.usage import UsageError
 from stepcheck.verdict import Verdict
-
-VISIBLE = 0.5
-"""Largest tolerance of a gradient that counts as judged, relative to its norm."""
 
 
 class ScriptCheck(Callback):
@@ -86,8 +83,8 @@ class ScriptCheck(Callback):
         if len(self._micro_batches) in (0, self.recording.accumulate):
             self._begin_step()
         state = self.step.states[len(self._micro_batches)]
-        compute = partial(loss_of, self._trainer, cloned(arguments))
-        self._micro_batches.append((compute, state, self._copy.state_of(self._module)))
+        compute, attributes = partial(loss_of, self._trainer), self._copy.state_of(self._module)
+        self._micro_batches.append(MicroBatch(compute, cloned(arguments), state, attributes))
         set_random_state(state)
         return training_step(*arguments)
 
@@ -166,9 +163,8 @@ class ScriptCheck(Callback):
         """Returns the step, computed in float64 by a copy. The copy does not clip, and has no hooks that change
         gradients. So each gradient is the module's, without the rounding error that the copy shows."""
         module = self._computed
-        arguments: Any = (self._micro_batches, 1.0, 1.0, lambda *_: [])
         with random_state_kept():
-            low, exact = self._copy.compute(*arguments), self._copy.compute(*arguments, exact=True)
+            low, exact = (self._copy.compute(self._micro_batches, exact=each) for each in (False, True))
         for name in exact.gradients.keys() & module.gradients.keys():
             actual, raw = module.gradients[name].double(), low.gradients[name].double()
             factor = actual.norm() / raw.norm().clamp(min=1e-300)

@@ -29,6 +29,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from stepcheck import StepCheckError, Verdict
 from stepcheck.lightning import StepCheck
 from stepcheck.lightning.callback import build_copy
+from stepcheck.lightning.resume import StateRecorder, differences
 from stepcheck.lightning.strategy import CPUDeepSpeedStrategy
 from stepcheck.lightning.train import reproducible_kernels
 
@@ -442,6 +443,14 @@ def test_a_resumed_run_counts_its_steps_and_continues_its_schedule(tmp_path: Pat
     trainer = Trainer(accelerator="cpu", max_steps=6, callbacks=[check], **QUIET)
     trainer.fit(Scheduled(), ckpt_path=tmp_path / "saved.ckpt", weights_only=False)
     assert (check.verdict.outcome, check.verdict.steps, check.verdict.replayed) == ("agrees", 3, 1)
+
+
+def test_a_difference_at_the_end_of_a_resumed_run_has_the_last_step():
+    saved, resumed = StateRecorder(3), StateRecorder()
+    saved.steps = 8
+    saved.last["weight", "w"], resumed.last["weight", "w"] = 1, 2
+    (found,) = differences(saved, resumed)
+    assert str(found).startswith("step 8: w at the end differs"), found
 
 
 def overflowing() -> Any:

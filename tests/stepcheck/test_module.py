@@ -68,6 +68,14 @@ class ForgetsMomentum(Healthy):
         for state in getattr(optimizer, "optimizer", optimizer).state.values():
             state["momentum_buffer"].zero_()
 
+class Counts(Healthy):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def on_after_backward(self):
+        self.count += 1 + self.global_rank
+
 class CopiedOnOneRank(Healthy):
     def __init__(self):
         super().__init__()
@@ -129,6 +137,7 @@ RESUMED = {
     ("Healthy", "ddp", 12): "",
     ("Healthy", "zero.json", 12): "",
     ("Healthy", "deepspeed_stage_3", 12): "",
+    ("Counts", "ddp", 12): "",
     ("Healthy", "ddp", 5): "step 6: [0] of the batch in the first resumed step differs from the run that",
     ("ForgetsMomentum", "ddp", 12): "step 13: ['momentum_buffer'] of optimizer tensor 0 (net.0.weight)",
     ("ForgetsMomentum", "deepspeed_stage_3", 12): "step 13: ['momentum_buffer'] of optimizer tensor 0 (net.0.weight, ",
@@ -219,6 +228,7 @@ FILES = {
     "optimizer.json": '{"optimizer": {"type": "Adam"}}',
     "scheduler.json": '{"scheduler": {"type": "WarmupLR"}}',
     "twice.json": '{"gradient_accumulation_steps": 2}',
+    "half.json": '{"bf16": {"enabled": true}, "fp16": {"enabled": true}}',
     "negative.json": '{"gradient_clipping": -1}',
     "code.json": '{"torch_autocast": {"enabled": true}}',
     "broken.json": "{",
@@ -242,11 +252,12 @@ FILES = {
         (["own.py:Healthy", "--strategies", "no.json"], "--strategies no.json cannot be read"),
         (
             ["own.py:Healthy", "--strategies", "typo.json"],
-            "not read 'overlap_com', so it has no effect: did you mean over",
+            "not read 'overlap_com': did you mean over",
         ),
         (["own.py:Healthy", "--strategies", "optimizer.json"], "optimizer: it would replace the module's configure_op"),
         (["own.py:Healthy", "--strategies", "scheduler.json"], "scheduler: it would replace the module's configure_op"),
         (["own.py:Healthy", "--strategies", "code.json"], "torch_autocast: use --precision bf16-mixed"),
+        (["own.py:Healthy", "--strategies", "half.json"], "half.json: bf16 and fp16 are both enabled: switch one"),
         (["own.py:Healthy", "--strategies", "negative.json"], "gradient_clip_val -1: it must be a number"),
         (["own.py:Healthy", "--strategies", "broken.json"], "--strategies broken.json cannot be read: Exp"),
         (["own.py:Healthy", "--strategies", "twice.json", "--accumulate", "4"], "sets accumulate to 2, not 4"),

@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from stepcheck import Replay, audit
 from stepcheck.engines.adapter import RankInfo, plain_name
 from stepcheck.replay import compare, memory
 from stepcheck.replay import replay as replay_module
-from stepcheck.replay.plain_copy import PlainCopy, buffers_of
+from stepcheck.replay.plain_copy import MicroBatch, PlainCopy, buffers_of
 from stepcheck.replay.random_state import random_state
 from tests.support.suite import WHOLE
 
@@ -91,15 +92,18 @@ def train(
     dtype: torch.dtype = torch.float32,
     autocasts: bool = False,
     kind: type[Model] = Model,
+    trained: str = "",
     **options: Any,
 ) -> tuple[Any, Model]:
-    """Trains a model that `change` has changed after the copy was made. Returns the verdict, and the model."""
+    """Trains the weights with `trained` in their names of a model that `change` has changed after the copy was made.
+    Returns the verdict, and the model."""
     torch.manual_seed(seed)
-    model = kind().to(dtype)
+    model = kind() if dtype == torch.float32 else kind().to(dtype)
     plain = Replay(copy.deepcopy(model), **options)
     if change:
         change(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weights = [each for name, each in model.named_parameters() if trained in name]
+    optimizer = torch.optim.SGD(weights, lr=0.1)
     with audit(model, optimizer, on_fault="warn", replay=plain) as audited:
         for _ in range(STEPS):
             for _ in range(2):
@@ -139,7 +143,9 @@ def test_other_kernels_raise_no_alarm(precision: str, rounds: bool, monkeypatch:
 
 
 class Scaled(torch.autograd.Function):
-    """Passes a gradient back 1 % too large."""
+    """Passes a gradient back that is too large by this factor."""
+
+    factor = 1.01
 
     @staticmethod
     def forward(context: Any, x: Tensor) -> Tensor:  # pyright: ignore
@@ -147,7 +153,7 @@ class Scaled(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Tensor:  # pyright: ignore
-        return 1.01 * gradient
+        return Scaled.factor * gradient
 
 
 class Overflows(torch.autograd.Function):
@@ -184,6 +190,12 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "statistics that move too far": (
         lambda model: model.batch_norm.register_forward_hook(
             lambda part, *_: setattr(part, "running_mean", 1.01 * part.running_mean)
+        ),
+        "replayed buffer",
+    ),
+    "statistics that do not move": (
+        lambda model: model.batch_norm.register_forward_hook(
+            lambda part, *_: setattr(part, "running_mean", torch.zeros(WIDTH))
         ),
         "replayed buffer",
     ),
@@ -273,6 +285,159 @@ def test_only_chosen_weights_are_compared():
     assert train(change, only="second|third")[0].outcome == "agrees"
     assert train(change, only="first")[0].outcome == "different"
     assert "no trained weight has a name with 'frist', such as batch_norm.bias" in str(train(only="frist")[0])
+
+
+class Complex(Model):
+    """A model with complex weights, of which the gradients have imaginary parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Linear(WIDTH, WIDTH, dtype=torch.complex64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.turned(torch.complex(x, x.flip(1))).abs())
+
+
+class Conjugated(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:  # pyright: ignore
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:  # pyright: ignore
+        return gradient.conj()
+
+
+@pytest.mark.filterwarnings("error:Casting complex values to real")
+def test_imaginary_parts_are_compared():
+    verdict, _ = train(use_other_kernels, kind=Complex)
+    assert (verdict.outcome, verdict.replayed) == ("agrees", STEPS), str(verdict)
+    found = train(after("turned", Conjugated.apply), kind=Complex)[0].findings
+    assert "the gradient of turned." in found[0].text
+
+
+class Draws(Model):
+    """A model that multiplies a layer's output by random numbers, in one of several ways."""
+
+    draw: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.batch_norm(self.first(x))
+        return self.third(x * (1 + Draws.draw(x)) + self.second(self.layer_norm(x))) * self.scale
+
+
+DRAWS: dict[str, Any] = {
+    "rand": lambda x: torch.rand(len(x), 1, dtype=x.dtype) < 0.5,
+    "rand_like": lambda x: torch.rand_like(x) < 0.5,
+    "uniform_": lambda x: torch.empty_like(x).uniform_(-1, 1),
+    "gumbel": F.gumbel_softmax,
+    "alpha dropout": lambda x: F.alpha_dropout(x, 0.3),
+    "float32": lambda x: torch.rand(len(x), 1, dtype=torch.float32).to(x.dtype),
+}
+
+
+@pytest.mark.parametrize(("precision", "factor"), [("float32", 1.01), ("bfloat16", 1.1)])
+@pytest.mark.parametrize("draw", DRAWS)
+def test_float64_has_the_random_numbers_of_the_training(
+    draw: str, precision: str, factor: float, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Draws, "draw", DRAWS[draw])
+    monkeypatch.setattr(Scaled, "factor", factor)
+    verdict, _ = train(use_other_kernels, kind=Draws, **PRECISIONS[precision])
+    assert (verdict.outcome, verdict.replayed) == ("agrees", STEPS), str(verdict)
+    found = train(after("first", Scaled.apply), kind=Draws, **PRECISIONS[precision])[0].findings
+    assert "the gradient of first." in found[0].text
+
+
+@pytest.mark.parametrize(
+    ("draw", "reason"),
+    [
+        (lambda x: torch.rand(1) if x.dtype == torch.float64 else 0.5, "other random numbers in a later replay"),
+        (lambda x: 9.0 if x.dtype == torch.float64 else 0.5, "the tolerance of many gradients is 0.5 of their norm"),
+    ],
+    ids=["draws", "computes"],
+)
+def test_a_step_that_float64_computes_otherwise_is_not_judged(draw: Any, reason: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Draws, "draw", draw)
+    verdict, _ = train(use_other_kernels, kind=Draws)
+    assert (verdict.replayed, verdict.findings) == (0, []), str(verdict)
+    assert reason in verdict.not_judged["the replay of step 1"]
+
+
+class Teacher(Model):
+    """A model with weights and buffers that its forward pass uses, and does not change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.register_buffer("average", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.teacher(x) * self.average + super().forward(x)
+
+
+def follows(model: Any) -> None:
+    """Moves the teacher and the average after each forward pass, as hooks of a training do."""
+
+    def move(output: Tensor) -> None:
+        model.teacher.weight.data = 0.9 * model.teacher.weight + 0.1 * model.third.weight.detach()
+        model.average.mul_(0.9).add_(output.detach().mean(0))
+
+    after("third", move)(model)
+
+
+def test_weights_and_buffers_may_change_between_micro_batches():
+    verdict, _ = train(follows, kind=Teacher)
+    assert (verdict.outcome, verdict.identical) == ("agrees", STEPS), str(verdict)
+    assert "something other than the forward pass changes average" in str(verdict)
+    assert train(lambda model: (follows(model), after("first", Scaled.apply)(model)), kind=Teacher)[0].findings
+
+
+class Bank(Model):
+    """A model with a large attribute, from which its forward pass reads."""
+
+    writes = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bank: Any = torch.zeros(30)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bank = self.bank["rows"] if isinstance(self.bank, dict) else self.bank
+        x = super().forward(x) * (1 + float(bank[0]))
+        if self.writes:
+            bank[:1] += 1.0
+        return x
+
+
+@pytest.mark.parametrize("kind", [lambda bank: bank, Tensor.numpy, lambda bank: {"rows": bank, "count": 1}])
+def test_a_step_with_a_large_attribute_that_changes_is_not_judged(kind: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("stepcheck.replay.plain_copy.LARGEST", 100)
+
+    class Own(Bank):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bank = kind(self.bank)
+
+    assert train(kind=Own)[0].identical == STEPS
+    monkeypatch.setattr(Bank, "writes", True)
+    verdict, _ = train(kind=Own)
+    assert (verdict.replayed, verdict.findings) == (0, []), str(verdict)
+    assert "the attribute bank changes, and is too large to be copied" in verdict.not_judged["the replay of step 1"]
+
+
+class Recomputed(Model):
+    """A model whose second layer is computed again in the backward pass, without gradients if its input needs none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.batch_norm(self.first(x)))
+        return self.third(checkpoint(self.second, x, use_reentrant=True)) * self.scale
+
+
+@pytest.mark.parametrize("options", [{"only": "second"}, {"trained": "second"}])
+def test_chosen_weights_in_reentrant_checkpointing_are_compared(options: Any):
+    verdict, _ = train(kind=Recomputed, **options)
+    assert (verdict.outcome, verdict.replayed) == ("agrees", STEPS), str(verdict)
 
 
 class OtherInFloat64(Model):
@@ -366,10 +531,11 @@ def test_hooks_get_gradients_without_the_loss_scale():
     model = Model().bfloat16()
     plain, seen = PlainCopy(copy.deepcopy(model)), []
     weights = {name: each.detach().clone() for name, each in model.named_parameters()}
-    batch = partial(loss_of, (torch.randn(16, WIDTH), torch.arange(16)), False), random_state(), {}
+    compute = partial(loss_of, (torch.randn(16, WIDTH), torch.arange(16)), False)
+    batch = MicroBatch(compute, (), random_state(), {})
     for scale in (1.0, 1024.0):
         plain.keep(weights, buffers_of(model), weights)
-        plain.compute([batch], 1.0, scale, lambda *_: [], then=lambda module: seen.append(module.first.weight.grad))
+        plain.compute([batch], scale=scale, then=lambda module: seen.append(module.first.weight.grad))
     assert seen[1].dtype == torch.float32
     assert torch.allclose(*seen)
 
@@ -437,6 +603,31 @@ def test_a_step_whose_two_replays_differ_is_not_judged():
     assert not verdict.findings
     assert not verdict.replayed
     assert verdict.not_judged["the replay of step 1"].startswith("RuntimeError: two replays of it differ on cpu (")
+
+
+class UnsteadyBuffer(Model):
+    """A model with a buffer that no replay can restore, and with random numbers of its own that a replay restores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("noise", torch.zeros(1))
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.noise.fill_(  # pyright: ignore[reportCallIssue]
+            next(Unsteady.numbers)
+        )
+        return super().forward(x) * (1 + torch.rand(1, generator=self.generator))
+
+
+def test_an_unsteady_buffer_hides_no_gradient():
+    verdict, _ = train(kind=UnsteadyBuffer)
+    assert (verdict.outcome, verdict.replayed) == ("agrees", STEPS), str(verdict)
+    verdict, _ = train(after("first", Scaled.apply), kind=UnsteadyBuffer)
+    assert {each.kind for each in verdict.findings if each.step == 1} == {"replayed gradient"}, str(verdict)
+    assert (
+        "two replays of it differ on cpu (the replayed buffer of noise" in verdict.not_judged["some replayed buffers"]
+    )
 
 
 def test_compiled_dropout_is_not_judged():
