@@ -45,6 +45,8 @@ def main() -> None:
         *("--sum", "--undivided", "--no_zero_grad", "--by_epoch", "--decay_all"),
     ):
         parser.add_argument(flag, action="store_true")
+    parser.add_argument("--clip_parts", action="store_true")
+    parser.add_argument("--random_loss_in", type=int, default=0)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--clip", type=float, default=0.0)
@@ -76,6 +78,8 @@ def main() -> None:
         for number, (x, labels) in enumerate(loader, 1):
             with torch.autocast("cpu", torch.bfloat16, enabled=options.amp):
                 loss = loss_of(model(x - 1), labels)
+            if number == options.random_loss_in:
+                loss = loss + model.head.weight[torch.randperm(4)[0]].square().sum()
             if options.lbfgs:
                 optimizer.step(lambda loss=loss: loss)
             scaler.scale(loss if options.undivided else loss / options.accumulate).backward()
@@ -85,7 +89,8 @@ def main() -> None:
             if options.clip_values:
                 torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
             if options.clip:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip, options.norm)
+                for part in model.children() if options.clip_parts else [model]:
+                    torch.nn.utils.clip_grad_norm_(part.parameters(), options.clip, options.norm)
             scaler.step(optimizer)
             scaler.update()
             if options.two_optimizers:
