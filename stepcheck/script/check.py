@@ -335,6 +335,8 @@ def check_script(
         fit(trainer, module, datamodule)
     finally:
         use_settings(before)
+    if check.number < recording.steps:
+        check.verdict.add(check.number, "counter", math.inf, "the module ends its training after this step")
     check.verdict.engine = f"{type(module).__name__} and {recording.model} of the script"
     return check.verdict
 

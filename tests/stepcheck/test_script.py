@@ -253,6 +253,13 @@ class CallsItself(NeedsFloat32):
         self.scores = lambda x: self.model(x) / 7 * 7
 
 
+class Ends(Small):
+    """Ends its training after three steps."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.trainer.should_stop = self.global_step == 3
+
+
 class Doubled(Small):
     """Has gradients of twice the script's size, which underflow without a loss scale."""
 
@@ -316,6 +323,11 @@ def test_gradients_that_underflow_without_a_loss_scale_are_judged(small: Callabl
     verdict = train_in_float16(small(True), Doubled(), 2.0**24)
     assert verdict.outcome == "different", str(verdict)
     assert "the module's gradient is 2 times the script's" in str(verdict)
+
+
+def test_a_module_that_ends_its_training_before_the_script_differs(small: Callable[[bool], Recording]):
+    verdict = check_script(small(False), Ends())
+    assert [str(each) for each in verdict.findings] == ["step 3: the module ends its training after this step"]
 
 
 @pytest.mark.parametrize(
