@@ -212,7 +212,7 @@ ROWS = (
 
 
 def plan(
-    strategies: Sequence[str], ranks: int, quick: bool, seeds: int, through: str = "raw"
+    strategies: Sequence[str], ranks: int, quick: bool, seeds: int, through: str
 ) -> tuple[list[Case], dict[str, str]]:
     """Returns the cases to train, and the reason for each row that cannot be trained, by the row's name. A row is in
     neither if no strategy trains it, or if `quick` is true and it is not among the first QUICK rows.

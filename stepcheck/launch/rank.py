@@ -25,7 +25,7 @@ def main(verdicts: Path) -> None:
     torch.set_num_threads(1)
     on_gpus = uses_gpus(ranks)
     if not on_gpus:
-        os.environ["DS_ACCELERATOR"] = "cpu"
+        os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}  # frameworks use each GPU that they see
     device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
     if on_gpus:
         torch.cuda.set_device(device)

@@ -1,5 +1,6 @@
 """`stepcheck script`: each mistake that a migration makes is found and named, and a script without mistakes agrees."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from stepcheck.__main__ import main
 from stepcheck.lightning.case import QUIET
 from stepcheck.lightning.user_classes import build_parts
+from stepcheck.replay.compare import Compared
 from stepcheck.script.check import ScriptCheck, _converted, check_script
 from stepcheck.script.command import record
 from stepcheck.script.data import RecordedBatches, compare_batches
@@ -343,6 +345,10 @@ def test_a_step_that_cannot_be_computed_in_float64_is_not_judged(
     verdict = check_script(small(False), module())
     assert (verdict.outcome, verdict.findings) == ("not judged", []), str(verdict)
     assert why in str(verdict)
+
+
+def test_an_error_without_a_finite_tolerance_is_no_fault():
+    assert [Compared("replayed gradient", "a", math.inf, each, 1).share for each in (math.inf, math.nan)] == [0, 0]
 
 
 @pytest.mark.parametrize(("value", "own"), [(9, torch.tensor(1.0)), (torch.tensor(9.0), 1)])
