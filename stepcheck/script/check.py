@@ -37,12 +37,18 @@ VISIBLE = 0.5
 """Largest tolerance of a gradient that counts as judged, relative to its norm."""
 
 
+COMPUTED, UPDATES = "losses, gradients and buffers", "updates"
+"""What must be judged in each step for an agreement. If anything else cannot be judged, the verdict only says so."""
+
+
 class ScriptVerdict(Verdict):
-    """The verdict on a module that computes a script's steps. "agrees" requires that every step was judged."""
+    """The verdict on a module that computes a script's steps."""
 
     @property
     def outcome(self) -> Outcome:
-        return super().outcome if self.findings or self.replayed == self.steps else "not judged"
+        if not self.findings and {COMPUTED, UPDATES} & self.not_judged.keys():
+            return "not judged"
+        return super().outcome
 
 
 class ScriptCheck(Callback):
@@ -188,7 +194,7 @@ class ScriptCheck(Callback):
     def _leave_out(self, why: str) -> None:
         """Records why the losses, gradients and buffers of this step are not judged. Of several steps, the verdict
         names the first."""
-        self.verdict.not_judged.setdefault("losses, gradients and buffers", f"in step {self.number} {why}")
+        self.verdict.not_judged.setdefault(COMPUTED, f"in step {self.number} {why}")
 
     def _exact(self) -> Computed:
         """Returns the step, computed in float64 by a copy. The copy does not clip, and has no hooks that change
@@ -261,7 +267,7 @@ class ScriptCheck(Callback):
                 weight.data.copy_(script.before)
                 weight.grad.copy_(script.gradient)
         if not updated:
-            self.verdict.not_judged["updates"] = (
+            self.verdict.not_judged[UPDATES] = (
                 f"{type(optimizer).__name__} cannot use the state of the script's {self.recording.optimizer}"
             )
             return
