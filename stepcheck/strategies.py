@@ -1,4 +1,5 @@
-"""Names the strategies with DeepSpeed, and finds DeepSpeed and GPUs without importing DeepSpeed or torch."""
+"""Names the strategies with DeepSpeed, and finds DeepSpeed and GPUs. Imports no DeepSpeed, and torch only to
+count GPUs."""
 
 import importlib.util
 import re
@@ -49,3 +50,13 @@ def config_keys(config: Mapping[str, Any]) -> Iterator[str]:
 def has_gpu() -> bool:
     """Returns whether there is a driver of GPUs (NVIDIA's, that of WSL, AMD's). Does not import torch."""
     return any(Path(file).exists() for file in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
+
+
+def uses_gpus(ranks: int) -> bool:
+    """Returns whether ranks on this machine train on GPUs. If there is not one for each rank, all train on the CPU.
+    Imports torch only if there is a driver of GPUs."""
+    if not has_gpu():
+        return False
+    import torch
+
+    return torch.cuda.device_count() >= ranks

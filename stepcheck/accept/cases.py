@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from stepcheck.accept.release import lacks_float16, unknown
-from stepcheck.strategies import ZERO, has_gpu
+from stepcheck.strategies import ZERO, uses_gpus
 
 STEPS = 4
 """Optimizer steps in a case. All are audited. A wrong gradient shows at the first, a stale state at the second."""
@@ -212,7 +212,7 @@ ROWS = (
 
 
 def plan(
-    strategies: Sequence[str], ranks: int, quick: bool, seeds: int, through: str = "raw"
+    strategies: Sequence[str], ranks: int, quick: bool, seeds: int, through: str
 ) -> tuple[list[Case], dict[str, str]]:
     """Returns the cases to train, and the reason for each row that cannot be trained, by the row's name. A row is in
     neither if no strategy trains it, or if `quick` is true and it is not among the first QUICK rows.
@@ -225,13 +225,8 @@ def plan(
     cases: list[Case] = []
     left_out: dict[str, str] = {}
     for row in ROWS[: QUICK if quick else None]:
-        reason = f"needs a multiple of {row.ranks} ranks" if ranks % row.ranks else unknown(row.config, row.needs)
-        if row.precision == "float16":
-            reason = reason or lacks_float16()
-        if through != "raw":
-            reason = reason or _untrainable(row, through)
         chosen = [name for name in strategies if _trains(row, name)]
-        if chosen and reason:
+        if chosen and (reason := _untrainable(row, ranks, through)):
             left_out[row.row] = reason
             continue
         for name in chosen:
@@ -239,11 +234,19 @@ def plan(
     return cases, left_out
 
 
-def _untrainable(case: Case, through: str) -> str:
-    if case.precision == "float16" or (through == "transformers" and case.precision == "bfloat16"):
-        return "" if has_gpu() else f"{through} trains in {case.precision} on GPUs only"
-    own = case.plain_backward or not case.config.get("managed_gradient_accumulation", True)
-    return "a framework calls the engine in its own way" if own else ""
+def _untrainable(row: Case, ranks: int, through: str) -> str:
+    """Returns why a row cannot be trained, or ""."""
+    if ranks % row.ranks:
+        return f"needs a multiple of {row.ranks} ranks"
+    if through != "raw":
+        if row.plain_backward or not row.config.get("managed_gradient_accumulation", True):
+            return "a framework calls the engine in its own way"
+        if row.precision == "float16":
+            return "a framework scales the loss in its own way"
+        if row.precision == "bfloat16" and through == "transformers" and not uses_gpus(ranks):
+            return "transformers trains in bfloat16 on GPUs only"
+    reason = lacks_float16(ranks) if row.precision == "float16" else ""
+    return reason or unknown(row.config, row.needs)
 
 
 def _trains(row: Case, strategy: str) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from stepcheck.accept.cases import MICRO_BATCH, STEPS, Case, deepspeed_config
-from stepcheck.accept.models import LENGTH, VOCABULARY, build
+from stepcheck.accept.models import LENGTH, VOCABULARY, build_model
 from stepcheck.accept.train import build_optimizer, build_schedule, loss_of_batch
 from stepcheck.attach import AutoAudit
 from stepcheck.engines.deepspeed import free
@@ -38,7 +38,7 @@ def _train_case(train: Train, fields: dict[str, Any], device: torch.device, fold
     auto_audit = _auto_audit(str(folder))
     auto_audit.verdicts.clear()
     auto_audit.refused.clear()
-    model = build(case)
+    model = build_model(case)
     torch.manual_seed(1000 * case.seed + dist.get_rank())  # dropout
     factors: list[Tensor] = []  # by which the framework and the engine together scale each loss
 
@@ -52,8 +52,8 @@ def _train_case(train: Train, fields: dict[str, Any], device: torch.device, fold
         free(trained)
     del model, trained
     gc.collect()
-    for _, refused in auto_audit.refused:
-        return refused.as_dict()
+    if auto_audit.refused:
+        return auto_audit.refused[0][1].as_dict()
     [verdict] = auto_audit.verdicts
     # Each loss must be divided by the number of micro-batches exactly once.
     parts = case.accumulate

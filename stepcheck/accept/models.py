@@ -89,7 +89,7 @@ class Experts(nn.Module):
         return cross_entropy(self.head(x + mixed), targets) + 0.01 * imbalance
 
 
-def build(case: Case) -> nn.Module:
+def build_model(case: Case) -> nn.Module:
     """Returns the model of a case, with equal weights on all ranks."""
     torch.manual_seed(case.seed)
     model: Any = Experts(case.ep_size) if case.model == "experts" else Edges(_passes_without_branch(case))

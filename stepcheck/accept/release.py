@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stepcheck.strategies import config_keys, deepspeed_folder, deepspeed_words, has_gpu
+from stepcheck.strategies import config_keys, deepspeed_folder, deepspeed_words, uses_gpus
+
+PROCESSOR = Path("/proc/cpuinfo")  # of Linux
 
 
 def installed_version(package: str) -> str:
@@ -23,9 +25,8 @@ def unknown(config: dict[str, Any], names: Sequence[str] = ()) -> str:
     return f"this release of DeepSpeed has no {missing[0]}" if missing and deepspeed_folder() else ""
 
 
-def lacks_float16() -> str:
-    """Returns why this machine cannot train in float16, or ""."""
-    processor = Path("/proc/cpuinfo")  # of Linux
-    if has_gpu() or (processor.exists() and "avx512_fp16" in processor.read_text()):
+def lacks_float16(ranks: int) -> str:
+    """Returns why DeepSpeed cannot train in float16 with ranks on this machine, or ""."""
+    if uses_gpus(ranks) or (PROCESSOR.exists() and "avx512_fp16" in PROCESSOR.read_text()):
         return ""
-    return "this machine has neither a GPU nor a CPU with float16 (avx512_fp16)"
+    return "this machine has neither a GPU for each rank nor a CPU with float16 (avx512_fp16)"

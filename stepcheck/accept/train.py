@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from stepcheck.accept.cases import STEPS, Case, deepspeed_config
-from stepcheck.accept.models import batches, build, cross_entropy
+from stepcheck.accept.models import batches, build_model, cross_entropy
 from stepcheck.auditor import audit
 from stepcheck.baseline import AuditBaseline, Baseline
 from stepcheck.replay import Replay
@@ -59,7 +59,7 @@ class Training:
 
 
 def train(case: Case, device: torch.device, baseline: AuditBaseline | None = None) -> Verdict:
-    model = build(case).to(device)
+    model = build_model(case).to(device)
     torch.manual_seed(1000 * case.seed + dist.get_rank())  # dropout
     replay = Replay(copy.deepcopy(model))
     training = _start(case, model)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from stepcheck.engines.plain import watch
 from stepcheck.hooks import watch_autograd
-from stepcheck.strategies import ZERO
+from stepcheck.strategies import ZERO, uses_gpus
 
 
 def main(verdicts: Path) -> None:
@@ -23,9 +23,9 @@ def main(verdicts: Path) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     work = json.loads((folder / "work.json").read_text())
     torch.set_num_threads(1)
-    on_gpus = torch.cuda.device_count() >= ranks
+    on_gpus = uses_gpus(ranks)
     if not on_gpus:
-        os.environ["DS_ACCELERATOR"] = "cpu"
+        os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}  # frameworks use each GPU that they see
     device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
     if on_gpus:
         torch.cuda.set_device(device)

@@ -53,7 +53,10 @@ class Compared:
 
     @property
     def share(self) -> float:
-        """Error / tolerance. It is infinite if the error is NaN, or if the tolerance is 0 and the error is not."""
+        """Error / tolerance. It is 0 if the tolerance is not finite. It is infinite if the error is NaN, or if the
+        tolerance is 0 and the error is not."""
+        if not math.isfinite(self.tolerance):
+            return 0.0
         if math.isnan(self.error) or not self.tolerance:
             return math.inf if self.error else 0.0
         return self.error / self.tolerance

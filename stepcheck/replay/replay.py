@@ -220,22 +220,6 @@ class Replay:
                 return f"the module {how} {name}, unlike the copy that was made of it"
         return f"{self._caller} has a function that calls the trained module, also in a copy" if self._caller else ""
 
-    @contextmanager
-    def _refusing_trained_module(self) -> Iterator[None]:
-        """Context manager in which an error is raised if the copy calls the trained module, or computes a gradient of
-        its weights, before this changes anything of the training."""
-        module = self.audit.adapter.module
-        with ExitStack() as stack:
-            for _, part in hookable_parts(module):
-                stack.callback(part.register_forward_pre_hook(_refuse, prepend=True).remove)
-            for parameter in module.parameters():
-                if parameter.requires_grad:
-                    stack.callback(parameter.register_hook(_refuse).remove)
-                    hooks: Any = parameter._backward_hooks  # torch calls them in the order of insertion
-                    for number in [*hooks][:-1]:
-                        hooks[number] = hooks.pop(number)
-            yield
-
     def _end(self) -> None:
         for handle in self._handles:
             handle.remove()
@@ -252,7 +236,7 @@ class Replay:
         adapter = self.audit.adapter
         scale = self.audit.scale * scaler_of(adapter.optimizer)[0]
         arguments = self._micro_batches, adapter.divisor, scale, self._watch, exact, then
-        with random_state_kept(), self._refusing_trained_module():
+        with random_state_kept(), refusing_calls(adapter.module):
             computed = self._try(lambda: self.copy.compute(*arguments))
             drawn = random_state()
         self._drawn = self._drawn or drawn
@@ -360,6 +344,22 @@ class Replay:
             for name, part in hookable_parts(module)
             if plain_name(module, name)  # only the training may call the outermost module
         ]
+
+
+@contextmanager
+def refusing_calls(module: nn.Module) -> Iterator[None]:
+    """Context manager in which an error is raised if a copy of the trained `module` calls it, or computes a gradient of
+    its weights, before this changes anything of the training."""
+    with ExitStack() as stack:
+        for _, part in hookable_parts(module):
+            stack.callback(part.register_forward_pre_hook(_refuse, prepend=True).remove)
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                stack.callback(parameter.register_hook(_refuse).remove)
+                hooks: Any = parameter._backward_hooks  # torch calls them in the order of insertion
+                for number in [*hooks][:-1]:
+                    hooks[number] = hooks.pop(number)
+        yield
 
 
 def _refuse(*_: Any) -> None:

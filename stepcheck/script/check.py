@@ -16,8 +16,9 @@ from stepcheck.lightning.case import QUIET
 from stepcheck.lightning.user_classes import fit
 from stepcheck.patch import wrap_function
 from stepcheck.replay.compare import VISIBLE, Compared, compare, identical, loss_errors, mean_square, worst
-from stepcheck.replay.plain_copy import Computed, MicroBatch, PlainCopy, buffers_of, cloned
+from stepcheck.replay.plain_copy import Computed, MicroBatch, PlainCopy, buffers_of, cloned, function_of
 from stepcheck.replay.random_state import random_state, random_state_kept, same_random_state, set_random_state
+from stepcheck.replay.replay import refusing_calls
 from stepcheck.script.data import RecordedBatches, compare_batches
 from stepcheck.script.explain import explain_gradient, explain_loss
 from stepcheck.script.recording import (
@@ -29,8 +30,21 @@ from stepcheck.script.recording import (
     use_settings,
 )
 from stepcheck.updates import update_errors
-from stepcheck.usage import UsageError
-from stepcheck.verdict import Verdict
+from stepcheck.usage import UsageError, short
+from stepcheck.verdict import ENOUGH, Outcome, Verdict
+
+COMPUTED, UPDATES = "losses, gradients and buffers", "updates"
+"""What must be judged in each step for an agreement. If anything else cannot be judged, the verdict only says so."""
+
+
+class ScriptVerdict(Verdict):
+    """The verdict on a module that computes a script's steps."""
+
+    @property
+    def outcome(self) -> Outcome:
+        if not self.findings and {COMPUTED, UPDATES} & self.not_judged.keys():
+            return "not judged"
+        return super().outcome
 
 
 class ScriptCheck(Callback):
@@ -39,12 +53,13 @@ class ScriptCheck(Callback):
 
     def __init__(self, recording: Recording, renames: Mapping[str, str]):
         self.recording, self.renames = recording, renames
-        self.verdict = Verdict(skipped=recording.skipped)
+        self.verdict = ScriptVerdict(skipped=recording.skipped)
         self.step: Any = None  # the script's step that runs
         self.number = 0  # of this step, from 1
         self._trainer: Any = None
         self._module: Any = None
         self._copy: Any = None  # computes steps in float64
+        self._caller: str | None = None  # the attribute of the copy that calls the trained module
         self._names: dict[str, str] = {}  # the module's names of weights and buffers, by the script's
         self._computed = Computed()  # what the module computes in this step
         self._micro_batches: list[Any] = []
@@ -55,13 +70,19 @@ class ScriptCheck(Callback):
         self._rates: dict[str, tuple[float, float]] = {}  # of each weight in the step before, in module and script
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._trainer, self._module, self._copy = trainer, pl_module, copy.deepcopy(pl_module)
+        self._trainer, self._module = trainer, pl_module
+        try:
+            self._copy = copy.deepcopy(pl_module)
+        except Exception as error:  # an attribute of the user's may raise anything
+            raise UsageError(f"the module cannot be copied ({type(error).__name__}: {short(error, 200)})") from error
+        vars(self._copy).pop("train_dataloader", None)  # of check_script
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Applies the script's numerical settings, matches the names of weights and buffers, and registers the hooks.
         Raises UsageError if the weights do not match. Buffers that do not match are not judged."""
         use_settings(self.recording.settings)
         build_copy(self._copy, trainer)
+        self._caller = function_of(pl_module, self._copy)
         self._copy = PlainCopy(self._copy, INTERNAL)
         values = self.recording.step(1).values
         weights, buffers = (
@@ -140,34 +161,52 @@ class ScriptCheck(Callback):
                 script.add(name, value.gradient.to(device).to_dense())
             elif not value.is_weight:
                 script.buffers[name] = value.after.to(device)
-        self.verdict.values_in_all += sum(each.numel() for each in module.gradients.values())
-        self.verdict.replayed += 1
+        elements = sum(each.numel() for each in module.gradients.values())
+        self.verdict.values_in_all += elements
         if identical(script, module):
+            self.verdict.replayed += 1
             self.verdict.identical += 1
-            self.verdict.values += sum(each.numel() for each in module.gradients.values())
+            self.verdict.values += elements
             return
-        exact = self._exact()
+        try:
+            exact = self._exact()
+        except Exception as error:  # the module's code may raise anything in float64
+            self._leave_out(f"a copy of the module fails ({type(error).__name__}: {short(error, 200)})")
+            return
         rounding = mean_square(loss_errors(module, exact))
         compared = [*compare(script, module, exact, self._copy.lowest, rounding)]
         if not self._draws_alike and any(each.share > 1 for each in compared):
-            self.verdict.not_judged["losses, gradients and buffers"] = (
-                f"the module draws other random numbers than the script in step {self.number}"
-            )
+            self._leave_out("the module draws other random numbers than the script")
             return
-        judged = [each for each in compared if each.kind == "replayed gradient" and each.tolerance < VISIBLE]
-        self.verdict.values += sum(each.elements for each in judged)
+        gradients = [each for each in compared if each.kind == "replayed gradient"]
+        judged = sum(each.elements for each in gradients if each.tolerance < VISIBLE)
+        self.verdict.values += judged
+        if judged < ENOUGH * elements:
+            self._leave_out(f"rounding errors hide more than {1 - ENOUGH:.0%} of the gradients")
+        else:
+            self.verdict.replayed += 1
         for each in worst(compared):
             self.verdict.add(self.number, each.kind, each.share, self._describe(each, script))
 
+    def _leave_out(self, why: str) -> None:
+        """Records why the losses, gradients and buffers of this step are not judged. Of several steps, the verdict
+        names the first."""
+        self.verdict.not_judged.setdefault(COMPUTED, f"in step {self.number} {why}")
+
     def _exact(self) -> Computed:
         """Returns the step, computed in float64 by a copy. The copy does not clip, and has no hooks that change
-        gradients. So each gradient is the module's, without the rounding error that the copy shows."""
+        gradients. So each gradient is the module's, without the rounding error that the copy shows. Raises an error if
+        the copy calls the trained module, or if the module's code fails."""
+        if self._caller:
+            raise RuntimeError(f"{self._caller} has a function that calls the trained module, also in a copy")
         module = self._computed
-        with random_state_kept():
-            low, exact = (self._copy.compute(self._micro_batches, exact=each) for each in (False, True))
+        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
+        scale = scaler.get_scale() if scaler else 1.0  # without it, gradients in float16 may underflow
+        with random_state_kept(), refusing_calls(self._module):
+            low, exact = (self._copy.compute(self._micro_batches, scale=scale, exact=each) for each in (False, True))
         for name in exact.gradients.keys() & module.gradients.keys():
             actual, raw = module.gradients[name].double(), low.gradients[name].double()
-            factor = actual.norm() / raw.norm().clamp(min=1e-300)
+            factor = float(actual.norm() / raw.norm()) if raw.any() else 1 / scale
             exact.gradients[name] = actual + factor * (exact.gradients[name] - raw)
             exact.summands[name] = exact.summands[name] * factor
         return exact
@@ -223,7 +262,7 @@ class ScriptCheck(Callback):
                 weight.data.copy_(script.before)
                 weight.grad.copy_(script.gradient)
         if not updated:
-            self.verdict.not_judged["updates"] = (
+            self.verdict.not_judged[UPDATES] = (
                 f"{type(optimizer).__name__} cannot use the state of the script's {self.recording.optimizer}"
             )
             return
@@ -245,10 +284,10 @@ class ScriptCheck(Callback):
         A missing step count becomes the number of recorded steps before this one."""
         own, state = optimizer.state[weight], {**self._values[name].state}
         if state and "step" in own and "step" not in state:  # DeepSpeed's Adam counts steps elsewhere
-            state["step"] = torch.full_like(own["step"], self.number - 1)
+            state["step"] = self.number - 1
         if state and state.keys() != own.keys():
             return None
-        return {key: value.to(own[key].device) if isinstance(value, Tensor) else value for key, value in state.items()}
+        return {key: _converted(value, own[key]) for key, value in state.items()}
 
 
 def check_script(
@@ -297,8 +336,18 @@ def check_script(
         fit(trainer, module, datamodule)
     finally:
         use_settings(before)
+    if check.number < recording.steps:
+        check.verdict.add(check.number, "counter", math.inf, "the module ends its training after this step")
     check.verdict.engine = f"{type(module).__name__} and {recording.model} of the script"
     return check.verdict
+
+
+def _converted(value: Any, own: Any) -> Any:
+    """Returns a value of the script's optimizer state in the type of the module's value. DeepSpeed's Adam counts steps
+    in an int, and torch's in a tensor."""
+    if isinstance(own, Tensor):
+        return None if value is None else torch.as_tensor(value).to(own)
+    return int(value) if isinstance(own, int) else value
 
 
 def _format(values: tuple[float, ...]) -> str:

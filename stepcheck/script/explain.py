@@ -10,19 +10,19 @@ from stepcheck.script.recording import RecordedStep, samples_in
 
 
 def explain_loss(script: Tensor, module: Tensor, step: RecordedStep) -> str:
-    """Returns the likely cause of the factor between two losses, or else the factor."""
+    """Returns the likely causes of the factor between two losses, or else the factor."""
     factor, parts, samples = float(module / script), len(step.batches), samples_in(step.batches[0])
-    causes = {
-        1 / samples: "a sum over the samples in the script, a mean in the module",
-        samples: "a mean over the samples in the script, a sum in the module",
-        1
-        / parts: f"either the script does not divide its loss by its {parts} micro-batches, or the module divides its "
-        "loss, which Lightning divides too",
-    }
-    for known, text in causes.items():
-        if known != 1 and math.isclose(factor, known, rel_tol=CONSTANT):
-            return text
-    return f"the module's loss is {factor:.3g} times the script's"
+    causes = (
+        (1 / samples, "a sum over the samples in the script, a mean in the module"),
+        (samples, "a mean over the samples in the script, a sum in the module"),
+        (
+            1 / parts,
+            f"either the script does not divide its loss by its {parts} micro-batches, or the module divides its loss, "
+            "which Lightning divides too",
+        ),
+    )
+    likely = [text for known, text in causes if known != 1 and math.isclose(factor, known, rel_tol=CONSTANT)]
+    return "; or ".join(likely) or f"the module's loss is {factor:.3g} times the script's"
 
 
 def explain_gradient(script: Tensor, module: Tensor, before: Tensor | None) -> str:

@@ -2,10 +2,11 @@
 STEPS SCRIPT [ARGUMENT ...]`. Needs torch only."""
 
 import gc
+import math
 import runpy
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ class Recorder:
         self._fetching = False  # whether a loader makes a batch now, for which its data set may call modules
         self._seen: list[Tensor] = []  # tensors that modules received since the last backward pass
         self._has_precision = False
+        self._clips: list[tuple[float, set[int]]] = []  # of this step: the largest norm, and ids of weights
         self._before: Any = None  # random state before the first module call since the last backward pass
         self._buffers: dict[int, Tensor] = {}  # before the step, by id
         self._unscaled: Tensor | None = None  # the loss before GradScaler scaled it
@@ -120,7 +122,9 @@ class Recorder:
     def _clip(self, clip: Any, parameters: Any, max_norm: float, norm_type: float = 2.0, **kwargs: Any) -> Any:
         if float(norm_type) != 2:
             raise Refused(f"it clips the gradients by their {norm_type}-norm, and Lightning by their 2-norm")
-        self.recording.gradient_clip_val = float(max_norm)
+        parameters = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+        if not math.isinf(max_norm):  # which only computes the norm
+            self._clips.append((float(max_norm), _with_gradient(parameters)))
         return clip(parameters, max_norm, norm_type, **kwargs)
 
     def _clip_by_value(self, *_: Any, **__: Any) -> Any:
@@ -129,7 +133,7 @@ class Recorder:
     def _backward(self, backward: Any, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         batch, epoch, state = self._trained_on()
         if self._step is None:
-            self._step = RecordedStep(epoch, state)
+            self._step, self._clips = RecordedStep(epoch, state), []
             if self._model is not None:
                 self._keep_values(self._step)
         self._step.batches.append(batch)
@@ -165,11 +169,13 @@ class Recorder:
             self._optimizer, self._model = optimizer, model_of(optimizer)
             recording.model, recording.optimizer = type(self._model).__name__, type(optimizer).__name__
             recording.device = next(self._model.parameters()).device.type
-            recording.accumulate = len(step.batches)
+            recording.accumulate, recording.gradient_clip_val = len(step.batches), self._clip_limit(optimizer)
             self._keep_values(step)
         if len(step.batches) != recording.accumulate:
             counts = f"{recording.accumulate} and {len(step.batches)}"
             raise Refused(f"its steps have {counts} micro-batches: give all steps the same number")
+        if self._clip_limit(optimizer) != recording.gradient_clip_val:
+            raise Refused("it clips the gradients of some steps to another norm, and Lightning those of all to one")
         scale, _ = scaler_of(optimizer)
         options = {id(each): update_options(group) for group in optimizer.param_groups for each in group["params"]}
         for name, parameter in self._model.named_parameters():
@@ -177,6 +183,17 @@ class Recorder:
             value.gradient = None if parameter.grad is None else _copied(parameter.grad) / scale
             value.options = options.get(id(parameter), {})
             value.state = _copied(dict(optimizer.state.get(parameter, {})))
+
+    def _clip_limit(self, optimizer: Any) -> float:
+        """Returns the norm to which the script has clipped the gradients of this step, or 0. Raises Refused if it has
+        clipped twice, or not exactly the optimizer's gradients."""
+        if not self._clips:
+            return 0.0
+        own = _with_gradient(each for group in optimizer.param_groups for each in group["params"])
+        max_norm, clipped = self._clips[0]
+        if len(self._clips) > 1 or clipped != own:
+            raise Refused("it clips parts of the gradients, or clips them twice, and Lightning clips all of them once")
+        return max_norm
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         _, overflows = scaler_of(optimizer)
@@ -195,6 +212,10 @@ class Recorder:
             before = _copied(tensor) if id(tensor) not in self._buffers else self._buffers[id(tensor)]
             step.values[name] = RecordedTensor(isinstance(tensor, nn.Parameter), before, before)
         self._buffers = {}
+
+
+def _with_gradient(parameters: Iterable[Tensor]) -> set[int]:
+    return {id(each) for each in parameters if each.grad is not None}
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -236,7 +257,7 @@ def _copied(nested: Any) -> Any:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and same_values(one, other.cpu())
+    return one.dtype == other.dtype and same_values(one, other.cpu())
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator  # noqa: E402
 
 from stepcheck.accept import train as accept  # noqa: E402
 from stepcheck.accept.cases import ADAMW, Case  # noqa: E402
-from stepcheck.accept.models import build  # noqa: E402
+from stepcheck.accept.models import build_model  # noqa: E402
 from stepcheck.engines.deepspeed import compile_no_collective  # noqa: E402
 
 
@@ -55,7 +55,7 @@ class Accelerator(CPU_Accelerator):
 
 def build_on_device(case: Case) -> Any:
     with DEVICE:
-        return build(case)
+        return build_model(case)
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         deepspeed.init_distributed(dist_backend="gloo")
-        accept.build = build_on_device
+        accept.build_model = build_on_device
         for strategy in sys.argv[1:]:
             verdict = accept.train(Case("", strategy=strategy, clip=0.1, accumulate=2, **ADAMW), DEVICE)
             print(json.dumps([strategy, verdict.outcome, verdict.replayed, str(verdict)]), flush=True)

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from stepcheck import strategies
 from stepcheck.__main__ import main
-from stepcheck.accept import command
-from stepcheck.accept.cases import STEPS, Case
+from stepcheck.accept import command, release
+from stepcheck.accept.cases import STEPS, Case, plan
 from stepcheck.launch.launcher import result_of, train_cases
 from stepcheck.verdict import Finding, Verdict
 from tests.support.suite import ROOT, of_test_all, run_python
@@ -172,6 +174,21 @@ def test_a_planted_fault_is_found_at_its_step_with_its_tensor(fault: str, tmp_pa
 def test_wrong_flags_end_with_exit_code_2(flags: str, named: str, capsys: pytest.CaptureFixture[str]):
     assert main(["accept", *flags.split()]) == 2
     assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("gpus", "through", "is_trained"), [(1, "raw", False), (2, "raw", True), (2, "lightning", False)]
+)
+def test_float16_needs_a_gpu_for_each_rank_and_a_plain_loop(
+    gpus: int, through: str, is_trained: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """The machine's CPU has no float16."""
+    monkeypatch.setattr(release, "PROCESSOR", tmp_path / "missing")
+    monkeypatch.setattr(strategies, "has_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    cases, left_out = plan(["deepspeed_stage_2"], 2, False, 1, through)
+    assert any(case.precision == "float16" for case in cases) == is_trained
+    assert ("float16, clipped" in left_out) != is_trained
 
 
 @pytest.mark.parametrize(

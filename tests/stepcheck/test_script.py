@@ -1,5 +1,6 @@
 """`stepcheck script`: each mistake that a migration makes is found and named, and a script without mistakes agrees."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -18,12 +19,14 @@ from lightning.pytorch.plugins import MixedPrecision
 from stepcheck.__main__ import main
 from stepcheck.lightning.case import QUIET
 from stepcheck.lightning.user_classes import build_parts
-from stepcheck.script.check import ScriptCheck, check_script
+from stepcheck.replay.compare import Compared
+from stepcheck.script.check import ScriptCheck, _converted, check_script
 from stepcheck.script.command import record
 from stepcheck.script.data import RecordedBatches, compare_batches
-from stepcheck.script.recording import Recording, match_names, settings
+from stepcheck.script.explain import explain_loss
+from stepcheck.script.recording import RecordedStep, Recording, match_names, settings
 from stepcheck.usage import UsageError
-from stepcheck.verdict import Verdict
+from stepcheck.verdict import ENOUGH, Verdict
 from tests.support.suite import ROOT, of_test_all
 
 FOLDER = ROOT / "tests" / "users_code" / "scripts"
@@ -89,7 +92,7 @@ def test_a_module_computes_with_the_threads_and_the_precision_of_the_script(reco
         ("--accumulate 2", {"divided": "true"}, "different", UNDIVIDED),
         ("--no_zero_grad --by_epoch --decay_all", {}, "different", TOGETHER),
         pytest.param(
-            *("--dropout 0.2", {}, "not judged", ["the module draws other random numbers than the script in step"]),
+            *("--dropout 0.2", {}, "not judged", ["in step 1 the module draws other random numbers than the script"]),
             marks=of_test_all,
         ),
         ("--tf32", {"scale": "0.5"}, "different", ["0.5 times the script's plus 0, so the normalisation differs"]),
@@ -108,6 +111,19 @@ def test_mistakes_of_a_migration(
     for text in texts:
         assert text in found
     assert ("update" in {finding.kind for finding in verdict.findings}) == ("--decay_all" in flags)
+
+
+def test_no_step_may_be_left_out(tmp_path: Path):
+    """The script draws other random numbers in one of eleven steps, for a loss that the module lacks."""
+    verdict = verdict_of(record([SCRIPT, "--random_loss_in", "5"], 11, tmp_path), {})
+    assert verdict.coverage > ENOUGH
+    assert (verdict.outcome, verdict.findings) == ("not judged", [])
+    assert "in step 5 the module draws other random numbers than the script" in str(verdict)
+
+
+def test_all_likely_causes_of_a_factor_are_named():
+    step = RecordedStep(0, None, batches=[torch.zeros(2)] * 2)
+    assert explain_loss(torch.tensor(2.0), torch.tensor(1.0), step).count("; or ") == 1
 
 
 @of_test_all
@@ -142,6 +158,7 @@ for x in DataLoader(torch.randn(16, 2), batch_size=4):
         pytest.param("optimizer.step(lambda: 0.0)", "without a closure", marks=of_test_all),
         pytest.param("clip_grad_norm_(model.parameters(), 1.0, float('inf'))", "by their inf-norm", marks=of_test_all),
         ("clip_grad_value_(model.parameters(), 1.0)", "clips each element of the gradients"),
+        ("clip_grad_norm_(model.weight, 1.0); optimizer.step()", "clips parts of the gradients, or clips them twice"),
         ("pass", "without an optimizer step"),
         pytest.param("raise SystemExit(2)", "exit code 2", marks=of_test_all),
     ],
@@ -243,45 +260,148 @@ def test_the_command(fused: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert ElementTree.parse(junit).getroot().attrib["failures"] == "0"
 
 
-class Fused(LightningModule):
-    """The script's model, with an optimizer that divides gradients by a loss scale itself."""
+class Small(LightningModule):
+    """The model of SMALL. Its optimizer divides gradients by a loss scale itself."""
 
     def __init__(self) -> None:
         super().__init__()
         self.model = nn.Linear(2, 2)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.model(batch[0]).square().mean()
+        return self.model(batch[0]).float().square().mean()
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.1, fused=True)
+        return torch.optim.Adam(self.parameters(), lr=0.1, fused=True)
 
 
-FUSED = """
+class OtherOptimizer(Small):
+    """Makes the script's first update."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adamax(self.parameters(), lr=0.1)
+
+
+class NeedsFloat32(Small):
+    """Has another rounding error than the script."""
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Returns the script's scores of `x`."""
+        scores = self.model(x) / 7 * 7
+        if scores.dtype == torch.float64:
+            raise TypeError("needs float32")
+        return scores
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.scores(batch[0]).square().mean()
+
+
+class CallsItself(NeedsFloat32):
+    """Has an attribute with a function, of which a deep copy of the module has no copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = lambda x: self.model(x) / 7 * 7
+
+
+class Ends(Small):
+    """Ends its training after three steps."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.trainer.should_stop = self.global_step == 3
+
+
+class Doubled(Small):
+    """Has gradients of twice the script's size, which underflow without a loss scale."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return 1e-9 * super().training_step(batch, batch_idx)
+
+    def on_after_backward(self) -> None:
+        for weight in self.parameters():
+            assert weight.grad is not None
+            weight.grad *= 2
+
+
+SMALL = """
 import torch
 
 torch.manual_seed(0)
 model = torch.nn.Linear(2, 2)
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, enabled={float16})
 for (x,) in torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(16, 2)), batch_size=2):
     optimizer.zero_grad()
-    model(x).square().mean().backward()
-    optimizer.step()
+    with torch.autocast("cpu", torch.float16, enabled={float16}):
+        loss = model(x).float().square().mean()
+    scaler.scale(1e-9 * loss if {float16} else loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
 """
 
 
-def test_a_fused_optimizer_repeats_updates_without_the_loss_scale(tmp_path: Path):
-    """The loss scale overflows in the first steps."""
-    (tmp_path / "old.py").write_text(FUSED)
-    recording = record([str(tmp_path / "old.py")], 8, tmp_path)
-    module, check = Fused(), ScriptCheck(recording, {})
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Recording]:
+    """Returns a function that returns the recording of SMALL, with or without float16."""
+
+    def record_small(float16: bool) -> Recording:
+        folder = tmp_path_factory.mktemp("small")
+        (folder / "old.py").write_text(SMALL.format(float16=float16))
+        return record([str(folder / "old.py")], 8, folder)
+
+    return cache(record_small)
+
+
+def train_in_float16(recording: Recording, module: Any, init_scale: float) -> Verdict:
+    """Returns the verdict on a module in float16, which Lightning by itself would not use on the CPU."""
+    check = ScriptCheck(recording, {})
     module.train_dataloader = lambda: RecordedBatches(recording)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18, growth_interval=1000)
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=1000)
     plugins = MixedPrecision("16-mixed", "cpu", scaler)
     Trainer(accelerator="cpu", max_steps=8, plugins=plugins, callbacks=[check], **QUIET).fit(module)
-    assert 0 < check.verdict.steps < 8
-    assert not check.verdict.findings, str(check.verdict)
-    assert "update" in check.verdict.shares
+    return check.verdict
+
+
+def test_a_fused_optimizer_repeats_updates_without_the_loss_scale(small: Callable[[bool], Recording]):
+    """The loss scale overflows in the first steps."""
+    verdict = train_in_float16(small(False), Small(), 2.0**18)
+    assert 0 < verdict.steps < 8
+    assert not verdict.findings, str(verdict)
+    assert "update" in verdict.shares
+
+
+def test_gradients_that_underflow_without_a_loss_scale_are_judged(small: Callable[[bool], Recording]):
+    verdict = train_in_float16(small(True), Doubled(), 2.0**24)
+    assert verdict.outcome == "different", str(verdict)
+    assert "the module's gradient is 2 times the script's" in str(verdict)
+
+
+def test_a_module_that_ends_its_training_before_the_script_differs(small: Callable[[bool], Recording]):
+    verdict = check_script(small(False), Ends())
+    assert [str(each) for each in verdict.findings] == ["step 3: the module ends its training after this step"]
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        (CallsItself, "scores has a function that calls the trained module"),
+        (OtherOptimizer, "updates, because Adamax cannot use the state of the script's Adam"),
+        (NeedsFloat32, " a copy of the module fails (TypeError: needs float32)"),
+    ],
+)
+def test_a_step_that_cannot_be_judged(module: type[LightningModule], why: str, small: Callable[[bool], Recording]):
+    verdict = check_script(small(False), module())
+    assert (verdict.outcome, verdict.findings) == ("not judged", []), str(verdict)
+    assert why in str(verdict)
+
+
+def test_an_error_without_a_finite_tolerance_is_no_fault():
+    assert [Compared("replayed gradient", "a", math.inf, each, 1).share for each in (math.inf, math.nan)] == [0, 0]
+
+
+@pytest.mark.parametrize(("value", "own"), [(9, torch.tensor(1.0)), (torch.tensor(9.0), 1)])
+def test_step_counts_are_integers_in_some_optimizers_and_tensors_in_others(value: Any, own: Any):
+    converted = _converted(value, own)
+    assert (converted, type(converted)) == (9, type(own))
 
 
 def test_batches_of_skipped_steps_are_not_recorded_and_not_judged(tmp_path: Path):

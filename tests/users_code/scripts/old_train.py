@@ -45,6 +45,7 @@ def main() -> None:
         *("--sum", "--undivided", "--no_zero_grad", "--by_epoch", "--decay_all"),
     ):
         parser.add_argument(flag, action="store_true")
+    parser.add_argument("--random_loss_in", type=int, default=0)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--clip", type=float, default=0.0)
@@ -72,6 +73,8 @@ def main() -> None:
         for number, (x, labels) in enumerate(loader, 1):
             with torch.autocast("cpu", torch.bfloat16, enabled=options.amp):
                 loss = loss_of(model(x - 1), labels)
+            if number == options.random_loss_in:
+                loss = loss + model.head.weight[torch.randperm(4)[0]].square().sum()
             scaler.scale(loss if options.undivided else loss / options.accumulate).backward()
             if number % options.accumulate:
                 continue
