@@ -124,10 +124,10 @@ class PipelineHooks(MeshHooks):
     """Reads the tensors of a block from the rank that computes it. The strategy sets the attribute `stage` of each
     parameter of a block to the process group over which the blocks are distributed."""
 
-    def unshard(self, parameter: Any, shard: Tensor) -> Tensor:
-        """Returns the tensor on every rank. For a block's parameter it comes from the rank that has the block, and the
-        other ranks pass an empty tensor. A parameter outside of the blocks is on every rank."""
-        own = super().unshard(parameter, shard)
+    def full_gradient(self, parameter: Any) -> Tensor:
+        """Returns the gradient on every rank. For a block's parameter it comes from the rank that has the block, and is
+        empty on the other ranks. A parameter outside of the blocks is on every rank."""
+        own = super().full_gradient(parameter)
         if not hasattr(parameter, "stage"):
             return own
         return max(gather(own.cpu(), parameter.stage), key=Tensor.numel).to(own.device)
