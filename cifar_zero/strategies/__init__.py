@@ -21,10 +21,7 @@ def build(run: Run) -> Strategy | str:
     accumulation are left to the Trainer."""
     if run.spec.family == "baseline":
         return _plain(run.placement)
-    family = import_module(f"cifar_zero.strategies.{run.spec.family}")
-    if run.spec.family == "deepspeed":
-        return family.build(run)
-    return family.build(run.placement)
+    return import_module(f"cifar_zero.strategies.{run.spec.family}").build(run)
 
 
 def _plain(placement: Placement) -> Strategy | str:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 
-from cifar_zero.config.placement import Placement
+from cifar_zero.config.run import Run
 from cifar_zero.launch.collectives import gather
 from cifar_zero.strategies.mesh import MeshHooks, MeshStrategy, on_host
 
@@ -29,10 +29,10 @@ CHUNKS_PER_RANK = 4
 (ranks - 1) / (chunks + ranks - 1) of a step, which is little with four chunks per rank or more (GPipe, section 2.3)."""
 
 
-def build(placement: Placement) -> "PipelineStrategy":
+def build(run: Run) -> "PipelineStrategy":
     """Returns the strategy in which a group of ranks holds one model, with at least one block on each rank. Other
     groups hold replicas."""
-    return PipelineStrategy(placement, shard)
+    return PipelineStrategy(run.placement, shard)
 
 
 def shard(net: nn.Module, mesh: DeviceMesh) -> None:
