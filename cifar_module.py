@@ -91,17 +91,21 @@ class CIFARModule(LightningModule):
         return compute(normalize(images, self.inputs))
 
     def on_fit_start(self) -> None:
-        """Raises UsageError if --trainer.limit_test_batches is a share of less than one test batch. Lightning would
-        raise an error only after the training."""
-        limit = self.trainer.limit_test_batches
-        if not 0 < limit < 1 or self.settings.recipe.only_measures:
+        """Raises UsageError if --trainer.limit_val_batches or limit_test_batches is a share of less than one batch.
+        Lightning would raise an error only when it validates or tests."""
+        if self.settings.recipe.only_measures:
             return
-        batches = len(self.trainer.datamodule.test_dataloader())  # pyright: ignore[reportAttributeAccessIssue]
-        if int(limit * batches) == 0:
-            raise UsageError(
-                f"--trainer.limit_test_batches {limit:g} is less than one of the {batches} test batches: "
-                "use a number of batches, such as 1, or 0 for no test"
-            )
+        for split in ("val", "test"):
+            limit = getattr(self.trainer, f"limit_{split}_batches")
+            if not 0 < limit < 1:
+                continue
+            datamodule: Any = self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+            batches = len(getattr(datamodule, f"{split}_dataloader")())
+            if batches and int(limit * batches) == 0:
+                raise UsageError(
+                    f"--trainer.limit_{split}_batches {limit:g} is less than one batch ({batches} in all): "
+                    "use a number of batches, such as 1, or 0 for none"
+                )
 
     def on_train_start(self) -> None:
         """Finds the gates of the mixture-of-experts layers again, because the strategy may have replaced them. If the

@@ -1,6 +1,6 @@
 """Searches optimizer settings with Optuna: `python docs/sweep.py TRIALS [--<option of train> VALUE ...]`.
 
-Each trial trains a run in this process. The same command again adds trials to the study in runs/sweep.db.
+Each trial trains a run in this process, on one rank. The same command again adds trials to the study in runs/sweep.db.
 """
 
 import sys
@@ -25,7 +25,7 @@ def val_acc(trial: optuna.Trial) -> float:
         "--name": f"trial_{trial.number}",
     }
     words = [str(word) for setting in settings.items() for word in setting]
-    return train(resolve(command_line.parse([*flags, *words])))["val/acc"]
+    return train(resolve(command_line.parse(["--devices", "1", *flags, *words])))["val/acc"]
 
 
 Path("runs").mkdir(exist_ok=True)

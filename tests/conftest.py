@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from cifar_zero.core import exits
+
 GIVE_WAY = 5
 """Niceness of the tests that run in one process. On two cores with two ranks, a busy process with this niceness made
 steps take 1.2 to 1.5 times as long. A busy process with niceness 19 had no effect, and with niceness 0 it doubled the
@@ -116,7 +118,7 @@ def _of_several_ranks(item: pytest.Item) -> bool:
 @pytest.fixture
 def signal_handlers() -> Iterator[None]:
     """Restores the handlers that a program sets to stop at signals."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.getsignal(number) for number in (*exits.SIGNALS, exits.SLURM_REQUEUE)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -82,9 +82,9 @@ def _checkpoint_of(settings: Settings) -> Path | None:
     """Returns the checkpoint that --resume names, or None for a new run, also if `auto` finds no checkpoint. First
     completes interrupted renames (see `atomic.recover`). Raises UsageError if there is no such checkpoint.
 
-    A job that SLURM has requeued resumes the newest checkpoint that it has written itself, whatever --resume names. If
-    the job fell back to the digits, this may be a checkpoint on the digits. If it has written none, it starts as it did
-    the first time.
+    In a job that SLURM has requeued, a command resumes the newest checkpoint that it has written itself, whatever
+    --resume names. If it fell back to the digits, this may be a checkpoint on the digits. If it has written none, it
+    starts as it did the first time.
     """
     restarts = rank_environment.whole_number("SLURM_RESTART_COUNT", os.environ.get("SLURM_RESTART_COUNT", "0"))
     requeued = restarts > 0 and not settings.recipe.only_measures

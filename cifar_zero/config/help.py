@@ -73,7 +73,7 @@ def short(parser: ArgumentParser) -> str:
 
 def summary(entry: Any) -> str:
     """Returns the first line of the docstring of a model, optimizer or schedule."""
-    return (entry.__doc__ or "").splitlines()[0]
+    return (entry.__doc__ or "").strip().partition("\n")[0]
 
 
 def _listed(lines: dict[str, str]) -> str:

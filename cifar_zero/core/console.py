@@ -120,7 +120,7 @@ def next_to_python(name: str) -> str:
     """Returns what to type in a shell to start the program `name` of this interpreter's environment, activated or not:
     the program's path, or only its name if PATH leads to it or the environment lacks it."""
     program, first = Path(sys.executable).with_name(name), shutil.which(name)
-    known = first is not None and os.path.samefile(os.path.dirname(first), program.parent)
+    known = first is not None and os.path.samefile(Path(first).parent, program.parent)
     if known or not program.exists():
         return name
     return _short(program)

@@ -25,6 +25,8 @@ EXTRAS = ("onnx", "onnxruntime", "onnxscript")  # packages that only the command
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a program. SIGTERM comes from a cluster or container, and SIGHUP from a closed terminal."""
 
+SLURM_REQUEUE = signal.SIGUSR1  # sent by `sbatch --signal=USR1@120` before the time limit
+
 # Codes of errors that a wrong path causes.
 PATH_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EROFS, errno.ELOOP)
 PATH_ERRORS += (errno.ENAMETOOLONG, errno.ENOTEMPTY)
@@ -77,6 +79,15 @@ def install() -> None:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, interrupt)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def requests() -> list[signal.Signals]:
+    """Returns the signals that ask a training to stop: SIGNALS, and in a SLURM job SLURM_REQUEUE, except those that
+    this process ignores, as it does under nohup."""
+    numbers = [*SIGNALS]
+    if "SLURM_JOB_ID" in os.environ:
+        numbers.append(SLURM_REQUEUE)
+    return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
 
 
 def ignore() -> None:

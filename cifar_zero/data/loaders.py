@@ -4,6 +4,7 @@ in a DataLoader with worker processes."""
 
 import math
 import mmap
+import signal
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -189,6 +190,13 @@ class TransformedImages(Dataset[tuple[Tensor, int]]):
         return self._transform(Image.fromarray(pixels)), int(self._split.labels[position])
 
 
+def _ignore_requests(worker: int) -> None:
+    """Ignores the signals that ask a training to stop, which a terminal and SLURM send to workers too. SIGTERM keeps
+    torch's handler, because torch ends workers with it."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
 class TorchLoader(Resumable, DataLoader[Any]):
     """A DataLoader that can continue in the middle of an epoch. It yields (images float32 (m, 3, H, W), labels int64
     (m,)). It reads the order only at the first batch, because Lightning (2.6.6) creates the iterator of a resumed run
@@ -200,6 +208,7 @@ class TorchLoader(Resumable, DataLoader[Any]):
         # DataLoader would draw from the global generator by default, and dropout would then differ from a run with the
         # memory loader.
         options: Any = {"num_workers": workers, "persistent_workers": workers > 0, "generator": torch.Generator()}
+        options["worker_init_fn"] = _ignore_requests
         # Batches are in pinned memory, so that the host does not wait for the copy to a GPU.
         super().__init__(TransformedImages(split, inputs), batch_sampler=order, pin_memory=pin, **options)
 

@@ -51,13 +51,14 @@ def gpu(options: Namespace) -> Finding:
             "there is a GPU driver, but this torch is built for the CPU only",
             "install torch for this machine as https://pytorch.org/get-started/locally shows",
         )
+    built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
     try:
         torch.cuda.init()
         for index in range(torch.cuda.device_count()):
             torch.ones(2, device=f"cuda:{index}").sum().item()
     except (RuntimeError, AssertionError) as error:  # an old driver, or a GPU for which this torch has no kernels
         return failed(
-            f"torch, built for CUDA {torch.version.cuda}, cannot compute on the GPU ({short(error)})",
+            f"torch, built for {built_for}, cannot compute on the GPU ({short(error)})",
             f"{NEEDED}, or install a torch that supports this machine: https://pytorch.org/get-started/locally",
         )
     count = torch.cuda.device_count()
@@ -66,7 +67,7 @@ def gpu(options: Namespace) -> Finding:
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
     if options.ranks > count:
         return warning(f"{names}: fewer GPUs than --ranks {options.ranks}", command("train", "--devices", count))
-    return ok(f"{names}; torch is built for CUDA {torch.version.cuda}")
+    return ok(f"{names}; torch is built for {built_for}")
 
 
 def memory(options: Namespace) -> Finding:

@@ -94,7 +94,7 @@ def tested(name: str) -> SpecifierSet:
 def compiler(options: Namespace) -> Finding:
     """Checks what torch needs to compile DeepSpeed's operators: the compiler that torch calls ($CXX or c++), Python's
     header files, and ninja on PATH. NVMe offload also needs libaio (DeepSpeed issues 6972 and 7346)."""
-    program = shlex.split(os.environ.get("CXX", "c++"))[0]
+    program = (shlex.split(os.environ.get("CXX", "")) or ["c++"])[0]
     header = Path(sysconfig.get_path("include"), "Python.h")
     folder = Path(sys.executable).parent
     on_path = f"export PATH={shlex.quote(str(folder))}:$PATH" if (folder / "ninja").exists() else "pip install ninja"

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
 from cifar_zero.config.run import Run
-from cifar_zero.core.console import say
+from cifar_zero.core.console import command, say
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.launch import rank_environment
 from cifar_zero.launch.arrivals import await_ranks, open_store
@@ -48,19 +48,26 @@ class RankInfo:
     host: str  # name of the node
     device: str  # cpu, or cuda and its number
     threads: int  # number of CPU threads that torch uses
+    ranks: int  # number of ranks on the node, by this rank's launcher
     agent: str  # name of the node's torchrun process, see `rank_environment.torchrun_agent`
-    job: str  # number of the SLURM job, or empty
+    job: str  # SLURM job and command, see `rank_environment.slurm_job`
 
 
 def init_process_group(run: Run) -> list[RankInfo]:
     """Forms the process group of a run if it has several ranks and no group exists, and sets the time limit of its
     collectives to START or to a longer --timeout. Returns the `RankInfo` of every rank, in rank order. Every rank must
-    call it."""
+    call it. Raises UsageError if no launcher started the ranks, or if nodes have different numbers of ranks."""
     device = "cpu" if run.on_cpu else f"cuda:{rank_environment.local_rank()}"
+    ranks_here = run.placement.world_size // run.placement.num_nodes
     agent, job = rank_environment.torchrun_agent(), rank_environment.slurm_job()
-    info = RankInfo(socket.gethostname(), device, torch.get_num_threads(), agent, job)
+    info = RankInfo(socket.gethostname(), device, torch.get_num_threads(), ranks_here, agent, job)
     if run.placement.world_size == 1 or dist.is_initialized():
         return gather(info)
+    if not rank_environment.is_rank():
+        starts = command("train", "--devices", ranks_here)
+        raise UsageError(
+            f"--devices {ranks_here}: one process is one rank: use --devices 1, or start the ranks with {starts}"
+        )
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank_environment.global_rank() == 0 and shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         say(f"warning: ranks that torchrun restarts may fail to connect: start torchrun with {OWN_STORE}=1")
@@ -68,8 +75,18 @@ def init_process_group(run: Run) -> list[RankInfo]:
     together = rank_environment.by_torchrun() or run.placement.num_nodes == 1
     connect(run.on_cpu, max(min(timeout, START_TOGETHER), LEAST_START) if together else START)
     rank_infos = gather(info)
+    check_ranks_per_node(rank_infos)
     _set_timeout(max(timeout, START))
     return rank_infos
+
+
+def check_ranks_per_node(rank_infos: Sequence[RankInfo]) -> None:
+    """Raises UsageError if the launcher started different numbers of ranks on the nodes, which Lightning and DeepSpeed
+    do not support."""
+    host_of = {info.ranks: info.host for info in rank_infos}
+    if len(host_of) > 1:
+        numbers = ", ".join(f"{ranks} on {host}" for ranks, host in sorted(host_of.items()))
+        raise UsageError(f"the nodes have different numbers of ranks ({numbers}): start the same number on each node")
 
 
 def connect(on_cpu: bool, patience: timedelta = START_TOGETHER) -> None:

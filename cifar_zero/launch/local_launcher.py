@@ -39,11 +39,8 @@ GRACE_SECONDS = 10.0  # time for the other ranks to end on their own after one h
 SAVING_SECONDS = 30.0  # time for the other ranks to save and end after one has ended on request (SLURM's KillWait)
 TAIL_LINES = 15  # lines of a failed rank's output that are printed; --debug prints all
 
-REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that end a run on purpose: SIGINT (Ctrl-C), SIGTERM (a supervisor), SIGHUP (a closed terminal), and SIGUSR1
-(SLURM, before the job's time is over)."""
-
-ON_REQUEST = frozenset(128 + number for number in REQUESTS)  # exit codes of ranks that ended on request
+# Exit codes of ranks that ended on request.
+ON_REQUEST = frozenset(128 + number for number in (*exits.SIGNALS, exits.SLURM_REQUEUE))
 
 
 @dataclass
@@ -62,8 +59,8 @@ def run_ranks(ranks: int, on_cpu: bool, run: bytes = b"", how_to_resume: Callabl
 
     Returns 0 if all ranks succeeded. Otherwise returns the exit code of the first rank that failed, or 1 if a signal
     killed it. If no rank failed, returns 128 + the number of the signal on which the ranks ended, or 1 if some had to
-    be killed. Raises Stopped if a signal of REQUESTS comes while ranks are being started, or if Ctrl-C comes twice and
-    rank 0 does not end.
+    be killed. Raises Stopped if a signal of `exits.requests` comes while ranks are being started, or if Ctrl-C comes
+    twice and rank 0 does not end.
 
     Args:
         on_cpu: Whether the ranks train on the CPU. If so, each gets its share of the cores, unless OMP_NUM_THREADS is
@@ -153,9 +150,9 @@ def free_port() -> int:
 
 
 def _pass_requests_on(ranks: Sequence[Rank]) -> list[int]:
-    """Installs a handler for each signal of REQUESTS, except signals that this process ignores, and SIGUSR1 outside of
-    a SLURM job. The handler appends the signal to the returned list and forwards it to the ranks that `ranks` holds at
-    that time. Ctrl-C is not forwarded, because the terminal sends it to the ranks too."""
+    """Installs a handler for each signal of `exits.requests`. The handler appends the signal to the returned list and
+    forwards it to the ranks that `ranks` holds at that time. Ctrl-C is not forwarded, because the terminal sends it to
+    the ranks too."""
     received: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:
@@ -164,10 +161,8 @@ def _pass_requests_on(ranks: Sequence[Rank]) -> list[int]:
             for rank in ranks:
                 rank.process.send_signal(number)
 
-    for number in REQUESTS:
-        ignored = signal.getsignal(number) == signal.SIG_IGN  # as under nohup, where a run outlives its terminal
-        if not ignored and (number != signal.SIGUSR1 or "SLURM_JOB_ID" in os.environ):
-            signal.signal(number, pass_on)
+    for number in exits.requests():
+        signal.signal(number, pass_on)
     return received
 
 

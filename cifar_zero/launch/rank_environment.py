@@ -2,6 +2,9 @@
 
 import os
 import re
+import shlex
+import sys
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,7 +39,8 @@ ADDRESS = "127.0.0.1"
 def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Returns RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and NODE_RANK of this process, and under SLURM also
     MASTER_ADDR and MASTER_PORT. Returns an empty dict if no launcher has described this process as a rank. Raises
-    UsageError if a value is invalid, or if SLURM's nodes have different numbers of tasks."""
+    UsageError if a value is invalid, if one variable of several ranks is missing, or if SLURM's nodes have different
+    numbers of tasks."""
     described = {name: environment[name] for name in TORCHRUN if name in environment}
     if DEEPSPEED_LOCAL_SIZE in environment:
         described.setdefault("LOCAL_WORLD_SIZE", environment[DEEPSPEED_LOCAL_SIZE])
@@ -45,6 +49,13 @@ def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
         several = "SLURM_STEP_NUM_TASKS"
         if all(name in environment for name in SLURM) and whole_number(several, environment[several]) > 1:
             return _of_slurm(environment)
+        missing = [*(TORCHRUN.keys() - described)]
+        # Lightning's DeepSpeedStrategy sets all but LOCAL_WORLD_SIZE in a process that is the only rank.
+        if len(missing) == 1 and whole_number("WORLD_SIZE", described.get("WORLD_SIZE", "1"), 1) > 1:
+            raise UsageError(
+                f"the environment variable {missing[0]} is not set, but {', '.join(described)} are: set it on each "
+                "rank, or start the ranks with torchrun"
+            )
         return {}
     rank, _, ranks, ranks_here = (whole_number(name, described[name], least) for name, least in TORCHRUN.items())
     if rank >= ranks:
@@ -114,9 +125,10 @@ def torchrun_agent() -> str:
 
 
 def slurm_job() -> str:
-    """Returns the number of the SLURM job that started this process, or an empty string. A requeued job keeps its
-    number."""
-    return os.environ.get("SLURM_JOB_ID", "")
+    """Returns a name of this process's command in its SLURM job, or an empty string without SLURM: the number of the
+    job, which a requeued job keeps, and a checksum of the arguments, because a job may train several runs."""
+    number = os.environ.get("SLURM_JOB_ID", "")
+    return number and f"{number}-{zlib.crc32(shlex.join(sys.argv[1:]).encode()):08x}"
 
 
 def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
@@ -126,7 +138,10 @@ def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     per_node = environment["SLURM_STEP_TASKS_PER_NODE"]  # "2(x4)", or "2(x3),1"
     if tasks % nodes or "," in per_node or local_rank >= each:
         raise UsageError(f"SLURM runs {tasks} tasks on {nodes} nodes ({per_node}): use srun --ntasks-per-node")
-    port = 15_000 + int(environment.get("SLURM_JOB_ID", "0")) % 10_000  # as in Lightning: the job's last four digits
+    job = whole_number("SLURM_JOB_ID", environment.get("SLURM_JOB_ID", "0"))
+    # As in Lightning: the last four digits of the job's number.
+    port = environment.get("MASTER_PORT") or str(15_000 + job % 10_000)
+    whole_number("MASTER_PORT", port, most=MOST_PORT)
     return {
         # Not SLURM_PROCID, because with --distribution=cyclic neighbouring tasks are on different nodes.
         "RANK": str(node * each + local_rank),
@@ -135,7 +150,7 @@ def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
         "WORLD_SIZE": str(tasks),
         "LOCAL_WORLD_SIZE": str(each),
         "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"]),
-        "MASTER_PORT": environment.get("MASTER_PORT") or str(port),
+        "MASTER_PORT": port,
     }
 
 

@@ -16,20 +16,12 @@ if TYPE_CHECKING:
     from cifar_zero.strategies.hooks import Hooks
 
 
-def build(run: Run, num_parameters: int, largest_parameter: int) -> Strategy | str:
+def build(run: Run) -> Strategy | str:
     """Returns the strategy with which Lightning's Trainer trains a run, or Lightning's name for it. Clipping and
-    accumulation are left to the Trainer.
-
-    Args:
-        num_parameters: Number of elements of all parameters. It limits DeepSpeed's communication buckets.
-        largest_parameter: Number of elements of the largest parameter, which sizes NVMe offload's buffers.
-    """
+    accumulation are left to the Trainer."""
     if run.spec.family == "baseline":
         return _plain(run.placement)
-    family = import_module(f"cifar_zero.strategies.{run.spec.family}")
-    if run.spec.family == "deepspeed":
-        return family.build(run, num_parameters, largest_parameter)
-    return family.build(run.placement)
+    return import_module(f"cifar_zero.strategies.{run.spec.family}").build(run)
 
 
 def _plain(placement: Placement) -> Strategy | str:

@@ -9,20 +9,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from cifar_zero.config.placement import Placement
+from cifar_zero.config.run import Run
 from cifar_zero.models.cast import cast_buffers
 from cifar_zero.strategies import tensor_parallel
 from cifar_zero.strategies.mesh import MeshStrategy, by_block
 from stepcheck.replay.plain_copy import cast_batch_norm_weights
 
 
-def build(placement: Placement) -> MeshStrategy:
+def build(run: Run) -> MeshStrategy:
     """Returns the strategy that shards parameters, gradients and optimizer state over all ranks."""
-    mixed = placement.precision == "bf16-mixed"
+    mixed = run.placement.precision == "bf16-mixed"
     policy = MixedPrecisionPolicy()
     if mixed:
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
-    return MeshStrategy(placement, partial(shard, policy=policy), casts=mixed)
+    return MeshStrategy(run.placement, partial(shard, policy=policy), casts=mixed)
 
 
 def shard(net: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:

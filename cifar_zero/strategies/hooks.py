@@ -86,12 +86,7 @@ class Hooks:
         it is the gradient of this rank's own expert. Collective; call it only in `on_before_optimizer_step` when
         `ends_step` returns true."""
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        return self.unshard(parameter, gradient)
-
-    def unshard(self, parameter: Any, shard: Tensor) -> Tensor:
-        """Returns a float32 copy of the full tensor of which `shard`, sharded like `parameter`, is this rank's shard.
-        Collective."""
-        return unsharded(shard).to(torch.float32, copy=True)
+        return unsharded(gradient).to(torch.float32, copy=True)
 
     def write(self, parameter: Any, value: Tensor) -> None:
         """Overwrites a parameter with an unsharded value, the same on every rank. Collective. Call it before the

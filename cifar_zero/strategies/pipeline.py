@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 
-from cifar_zero.config.placement import Placement
+from cifar_zero.config.run import Run
 from cifar_zero.launch.collectives import gather
 from cifar_zero.strategies.mesh import MeshHooks, MeshStrategy, on_host
 
@@ -29,10 +29,10 @@ CHUNKS_PER_RANK = 4
 (ranks - 1) / (chunks + ranks - 1) of a step, which is little with four chunks per rank or more (GPipe, section 2.3)."""
 
 
-def build(placement: Placement) -> "PipelineStrategy":
+def build(run: Run) -> "PipelineStrategy":
     """Returns the strategy in which a group of ranks holds one model, with at least one block on each rank. Other
     groups hold replicas."""
-    return PipelineStrategy(placement, shard)
+    return PipelineStrategy(run.placement, shard)
 
 
 def shard(net: nn.Module, mesh: DeviceMesh) -> None:
@@ -124,10 +124,10 @@ class PipelineHooks(MeshHooks):
     """Reads the tensors of a block from the rank that computes it. The strategy sets the attribute `stage` of each
     parameter of a block to the process group over which the blocks are distributed."""
 
-    def unshard(self, parameter: Any, shard: Tensor) -> Tensor:
-        """Returns the tensor on every rank. For a block's parameter it comes from the rank that has the block, and the
-        other ranks pass an empty tensor. A parameter outside of the blocks is on every rank."""
-        own = super().unshard(parameter, shard)
+    def full_gradient(self, parameter: Any) -> Tensor:
+        """Returns the gradient on every rank. For a block's parameter it comes from the rank that has the block, and is
+        empty on the other ranks. A parameter outside of the blocks is on every rank."""
+        own = super().full_gradient(parameter)
         if not hasattr(parameter, "stage"):
             return own
         return max(gather(own.cpu(), parameter.stage), key=Tensor.numel).to(own.device)

@@ -14,15 +14,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from cifar_zero.config.placement import Placement
+from cifar_zero.config.run import Run
 from cifar_zero.models.vit import Block
 from cifar_zero.strategies.mesh import MeshStrategy, by_block
 
 
-def build(placement: Placement) -> MeshStrategy:
+def build(run: Run) -> MeshStrategy:
     """Returns the strategy in which a group of ranks holds one model and divides its attention heads. Other groups hold
     replicas."""
-    return MeshStrategy(placement, shard)
+    return MeshStrategy(run.placement, shard)
 
 
 def shard(net: nn.Module, mesh: DeviceMesh) -> None:

@@ -14,10 +14,8 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import Strategy
 
 from cifar_zero import models, strategies
-from cifar_zero.build_model import create_meta_model
 from cifar_zero.checkpoints import run_folder
 from cifar_zero.checkpoints.io import AtomicCheckpointIO
 from cifar_zero.config.mistakes import OWNED, check_plain_type
@@ -87,7 +85,7 @@ def trainer_options(run: Run, run_dir: Path | None, callbacks: Sequence[Callback
         "accelerator": placement.accelerator,
         "devices": placement.devices,
         "num_nodes": placement.num_nodes,
-        "strategy": strategy_of(run),
+        "strategy": strategies.build(run),
         "precision": precision,
         "max_epochs": recipe.epochs,
         "max_steps": recipe.max_steps,
@@ -120,13 +118,6 @@ def check_audited(trainer: Trainer, run_dir: Path | None, starts: Sequence[Path]
             check = read_json(file, str(file)) if file.is_file() else {"outcome": "not judged"}
             if check["outcome"] == "different":
                 raise FaultFound(f"{check['summary']} ({file} has all faults)")
-
-
-def strategy_of(run: Run) -> Strategy | str:
-    """Returns the strategy for the run's own model and optimizer, either as an object or by its name in Lightning."""
-    net = create_meta_model(run.recipe, run.num_classes)
-    sizes = [parameter.numel() for parameter in net.parameters()]
-    return strategies.build(run, sum(sizes), max(sizes))
 
 
 def _callbacks(run: Run, run_dir: Path | None) -> list[Callback]:

@@ -16,9 +16,6 @@ from cifar_zero.core.hardware import git_commit, versions
 
 SCHEMA = 1  # version of metrics.json's keys; raised when a key changes its meaning
 
-IN_EFFECT = ("compute_dtype", "parameter_dtype", "skipped_steps", "reduce_bucket_size", "allgather_bucket_size")
-"""Keys of metrics.json whose values the strategy determines, such as the dtype of the computation."""
-
 MEASURED = (
     *("dataset", "num_train", "num_test", "model", "parameters", "trained_parameters"),
     *("strategy", "world_size", "num_nodes"),
@@ -31,7 +28,7 @@ MEASURED = (
     *("perf/tflops", "perf/mfu"),
     *("perf/seconds_to_first_step", "perf/fit_seconds", "mem/peak_rank_bytes", "mem/model_state_rank_bytes"),
     *("mem/parameter_rank_bytes", "mem/gradient_rank_bytes", "mem/optimizer_rank_bytes"),
-    *IN_EFFECT,
+    *("compute_dtype", "parameter_dtype", "skipped_steps", "reduce_bucket_size", "allgather_bucket_size"),
 )
 """Keys of metrics.json that a run fills in, in the order of the file. If the run does not have a value, the value is
 null."""

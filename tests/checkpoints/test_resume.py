@@ -13,6 +13,7 @@ from cifar_zero.config.placement import ZeROConfig
 from cifar_zero.config.recipe import SourceName
 from cifar_zero.config.settings import Settings, tree_of
 from cifar_zero.core.errors import UsageError
+from cifar_zero.launch import rank_environment
 
 
 def resumed(out: Path, *flags: str) -> str:
@@ -20,8 +21,8 @@ def resumed(out: Path, *flags: str) -> str:
 
 
 def checkpoint_of(out: Path, name: str, version: int = 0, job: str = "") -> Path:
-    """Writes an empty checkpoint for a run's name, for code that only looks for the file. `job` is the SLURM job that
-    wrote it."""
+    """Writes an empty checkpoint for a run's name, for code that only looks for the file. `job` is the name of the
+    SLURM job and command that wrote it."""
     run = out / name / f"version_{version}"
     file = run / "checkpoints" / "last.ckpt"
     file.parent.mkdir(parents=True)
@@ -109,9 +110,11 @@ def test_a_requeued_slurm_job_resumes_its_own_run(
     (tmp_path / "mine" / "version_0").mkdir(parents=True)
     assert resumed(tmp_path, *flags) == as_submitted
     (tmp_path / "mine" / "version_0").rmdir()
-    other = checkpoint_of(tmp_path, "mine", 1, job="8")  # of the same name
+    monkeypatch.setattr("sys.argv", ["train.py", "--schedule", "constant"])  # another command of the job
+    other = checkpoint_of(tmp_path, "mine", 1, job=rank_environment.slurm_job())  # of the same name
+    monkeypatch.setattr("sys.argv", ["train.py", "--schedule", "cosine"])
     assert resumed(tmp_path, *flags) == (str(other) if "auto" in more else as_submitted)
-    own = checkpoint_of(tmp_path, "mine", 0, job="7")
+    own = checkpoint_of(tmp_path, "mine", 0, job=rank_environment.slurm_job())
     os.utime(own, (0, 0))
     assert resumed(tmp_path, *flags) == str(own)
     monkeypatch.delenv("SLURM_RESTART_COUNT")
@@ -120,7 +123,9 @@ def test_a_requeued_slurm_job_resumes_its_own_run(
 
 def test_resume_last_takes_a_run_on_the_digits_only_if_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The run fell back from CIFAR-10 to the digits. A requeued SLURM job resumes its own run in any case."""
-    digits = checkpoint_of(tmp_path, "mine-digits-fallback", job="7")
+    with monkeypatch.context() as in_job:
+        in_job.setenv("SLURM_JOB_ID", "7")
+        digits = checkpoint_of(tmp_path, "mine-digits-fallback", job=rank_environment.slurm_job())
     for source in ("auto", "cifar10"):
         with pytest.raises(UsageError, match=r"digits, not CIFAR-10: continue it with --resume .*-digits-fallback"):
             resumed(tmp_path, "--resume", "last", "--data.source", source)

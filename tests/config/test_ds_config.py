@@ -129,8 +129,8 @@ def test_auto_leaves_a_value_to_the_flags(tmp_path: Path):
     assert config.recipe.optimizer.options["lr"] == 0.01
     assert config.recipe.schedule.options["warmup_num_steps"] == 7
     run = make_run(resolve_devices(config))
-    made = engine_config(run, num_parameters=10, largest_parameter=10)
-    assert made["zero_optimization"] == {"stage": 3, "allgather_bucket_size": 10, "reduce_bucket_size": 10}
+    made = engine_config(run)
+    assert made["zero_optimization"] == {"stage": 3, "allgather_bucket_size": 62006, "reduce_bucket_size": 62006}
     assert (made["bf16"], made["fp16"]) == ({"enabled": True}, {"enabled": False, "initial_scale_power": 16})
 
 

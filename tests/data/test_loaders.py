@@ -1,5 +1,8 @@
 """Both loaders give the same images in the same order as torch's DistributedSampler."""
 
+import os
+import signal
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +10,7 @@ from torch.utils.data import DistributedSampler, TensorDataset
 from torchvision.transforms import Normalize
 
 from cifar_zero.config.recipe import AugmentConfig, inputs
+from cifar_zero.core import exits
 from cifar_zero.data.augment import Augmentation, normalize
 from cifar_zero.data.dataset import IGNORED, EvalOrder, Split, TrainOrder
 from cifar_zero.data.loaders import MemoryLoader, TorchLoader
@@ -44,6 +48,18 @@ def test_both_loaders_agree_bit_by_bit(world_size: int, accumulate: int, workers
                 assert images.shape == (BATCH // accumulate // world_size, 3, 32, 32)
                 assert torch.equal(images, same_images)
                 assert torch.equal(labels, same_labels)
+
+
+@pytest.mark.usefixtures("signal_handlers")
+def test_workers_outlive_the_signals_that_stop_a_training():
+    """Workers that start before the training, in a sanity check, inherit handlers that end the process."""
+    exits.install()
+    batches = iter(loader := TorchLoader(make_split(), EvalOrder(COUNT, BATCH, 1, 0), workers=1))
+    next(batches)
+    (worker,) = loader._iterator._workers  # pyright: ignore
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        os.kill(worker.pid, number)
+    assert len([*batches]) == COUNT // BATCH
 
 
 def test_cifars_normalisation_takes_mean_and_deviation_by_channel():

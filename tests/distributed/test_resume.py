@@ -184,17 +184,19 @@ def test_another_schedule_or_length_continues_at_its_own_learning_rate(folder: P
 
 
 SENT_IN = 14
-"""The step in which an interruption comes. A run saves every four steps, and an epoch has nine. The newest checkpoint
+"""The step in which an interruption comes. A run saves every four steps, and an epoch has eight. The newest checkpoint
 before the interruption is therefore in the middle of the second epoch too."""
 
 SHORT = ["--data.synthetic_size", "160", "--batch_size", "16", "--epochs", "2", "--accelerator", "cpu"]
 SHORT += ["--save_every_n_steps", "4", "--augment.flip", "random", "--logger", "none"]
 RECORDS = ["--trainer.callbacks", "tests.users_code.sends_signal.RecordsBatches"]
 READS_LENGTH = ["--trainer.callbacks.plans", "true"]
+VALIDATES = ["--trainer.val_check_interval", "6"]  # also in the step SENT_IN, the sixth of its epoch
 
 RESUMED: dict[str, list[str]] = {
     "a callback reads the length": READS_LENGTH,
-    "Lightning's loop": ["--schedule", "cosine", "--fast_loop", "false"],
+    "validation": VALIDATES,
+    "Lightning's loop": ["--schedule", "cosine", "--fast_loop", "false", *VALIDATES],
     "torch loader": ["--schedule", "cosine", "--data.loader", "torch", "--data.workers", "1", "--augment.flip", "none"],
     "accumulation": ["--schedule", "cosine", "--accumulate", "2"],
     **{f"schedule {name}": ["--schedule", name] for name in SCHEDULES},
@@ -236,7 +238,8 @@ def train_until_stopped(flags: list[str]) -> None:
 def test_an_interruption_in_mid_epoch_changes_nothing(
     strategy: str, number: signal.Signals, name: str, tmp_path: Path, small_data: list[str]
 ):
-    """Batches, losses, and all that the last checkpoint restores are the same as without the interruption."""
+    """Batches, losses, validations, and all that the last checkpoint restores are the same as without the
+    interruption."""
     ranks = 1 if strategy == "baseline" else 2
     same = [*small_data, *SHORT, "--strategy", strategy, "--devices", str(ranks), *RECORDS, *RESUMED[name]]
     if ranks == 1:
@@ -252,6 +255,7 @@ def test_an_interruption_in_mid_epoch_changes_nothing(
     saved = last_checkpoint(begun)["global_step"]
     assert saved == (12 if number == signal.SIGKILL else SENT_IN)
     assert_continued(ended, whole, saved)
+    assert validations(ended) == [step for step in validations(whole) if step >= saved]
 
 
 @pytest.mark.parametrize(
@@ -280,7 +284,10 @@ def test_a_best_checkpoint_resumes_after_its_validation(
     assert [file.name for file in sorted(run_folder_of(ended).rglob("best-*.ckpt"))] == [file.name for file in best[1:]]
 
 
-@pytest.mark.parametrize("length", [["--epochs", "2"], ["--max_steps", "13"]], ids=" ".join)
+EARLY = ["--epochs", "9", "--early_stopping", "1", "--optimizer.lr", "0"]  # stops after a step without a point
+
+
+@pytest.mark.parametrize("length", [["--epochs", "2"], ["--max_steps", "13"], EARLY], ids=" ".join)
 def test_a_run_without_a_step_left_reports_its_training(length: list[str], tmp_path: Path, small_data: list[str]):
     """It was killed between its last checkpoint and its metrics.json."""
     same = [*small_data, *SHORT, *length]
@@ -321,6 +328,11 @@ def batches(out: Path) -> dict[int, list[str]]:
         step, checksum = line.split()
         checksums.setdefault(int(step), []).append(checksum)
     return checksums
+
+
+def validations(out: Path) -> list[int]:
+    """Returns the number of steps done before each validation."""
+    return [int(line) for line in (run_folder_of(out) / "validations").read_text().splitlines()]
 
 
 def restored(out: Path) -> dict[str, Any]:

@@ -1,17 +1,27 @@
 """A run whose ranks do not all come says which ones are missing."""
 
 import threading
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
 from torch.distributed import DistNetworkError, HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from cifar_zero.core.errors import RunError
-from cifar_zero.launch import arrivals
+from cifar_zero.launch import arrivals, collectives
 from cifar_zero.launch.arrivals import await_ranks, open_store
 from cifar_zero.launch.local_launcher import free_port, variables
+from tests.support.helpers import refused
 
 LONG = timedelta(minutes=30)
+
+
+@pytest.mark.parametrize("numbers", [(1, 1, 2, 2), (2, 2, 2, 2)])
+def test_nodes_with_different_numbers_of_ranks_are_refused(numbers: tuple[int, ...]):
+    """4 is divisible by 1 and by 2, so that no rank can see it alone."""
+    of_ranks = [collectives.RankInfo(f"node{number}", "cpu", 1, number, "", "") for number in numbers]
+    with refused("(1 on node1, 2 on node2): start the same number") if len({*numbers}) > 1 else nullcontext():
+        collectives.check_ranks_per_node(of_ranks)
 
 
 def test_missing_ranks_are_named_while_rank_0_waits(

@@ -68,19 +68,24 @@ def test_slurm_nodes_with_different_numbers_of_tasks_are_refused(more: dict[str,
         ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is '0': set it to a number of at least 1"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT is '99999': set it to a number of at least 0 and at most 65535"),
         ({"RANK": "5"}, "RANK is 5, and WORLD_SIZE 2: ranks count from 0"),
+        ({"LOCAL_WORLD_SIZE": None}, "LOCAL_WORLD_SIZE is not set, but RANK, LOCAL_RANK, WORLD_SIZE are"),
+        ({"LOCAL_RANK": None}, "LOCAL_RANK is not set"),
+        ({**SRUN, "RANK": None, "MASTER_PORT": "x"}, "MASTER_PORT is 'x': set it to a number"),
+        ({**SRUN, "RANK": None, "SLURM_JOB_ID": "x"}, "SLURM_JOB_ID is 'x': set it to a number"),
     ],
 )
-def test_variables_that_are_not_the_place_of_a_rank_are_refused(wrong: dict[str, str], message: str):
-    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+def test_variables_that_are_not_the_place_of_a_rank_are_refused(wrong: dict[str, str | None], message: str):
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **wrong}
     with pytest.raises(UsageError, match=message):
-        rank_environment.variables({**variables, **wrong})
+        rank_environment.variables({name: value for name, value in variables.items() if value is not None})
 
 
 def test_a_process_without_a_launcher_is_not_a_rank():
     shell_of_sbatch = {name: value for name, value in SRUN.items() if "STEP" not in name}
     shell_of_salloc = {**SRUN, "SLURM_STEP_NUM_TASKS": "1"}
     pod_of_kubernetes = {"RANK": "0", "WORLD_SIZE": "2"}
-    for environment in (shell_of_sbatch, shell_of_salloc, pod_of_kubernetes):
+    in_a_fit_of_lightning = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    for environment in (shell_of_sbatch, shell_of_salloc, pod_of_kubernetes, in_a_fit_of_lightning):
         assert rank_environment.variables(environment) == {}
 
 

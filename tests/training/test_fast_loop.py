@@ -1,9 +1,11 @@
 """The fast epoch loop has the same hooks, counters, logged values and weights as Lightning's loop."""
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -68,7 +70,7 @@ def test_hooks_counters_logs_and_weights_equal_those_of_lightnings_loop(strategy
         runs[fast] = fit(config.changed(fast_loop=fast), COUNT, recorders[fast], module_class=Logging)
     fast_run, lightning_run = runs[True], runs[False]
     assert fast_run.trainer.fit_loop.epoch_loop._is_fast
-    assert not isinstance(lightning_run.trainer.fit_loop.epoch_loop, fast_loop.EpochLoop)
+    assert not lightning_run.trainer.fit_loop.epoch_loop._is_fast
     assert recorders[True].seen == recorders[False].seen
     assert {name for name, *_ in recorders[True].seen} >= set(fast_loop.HOOKS)
     for tag in ("own/loss_step", "own/loss_epoch", "own/grad", "val/loss"):
@@ -110,6 +112,27 @@ class Saving(Callback):
         count = trainer.fit_loop.epoch_loop.total_batch_idx + 1
         if count in self.counts:
             trainer.save_checkpoint(self.folder / f"{count}.ckpt")
+
+
+class Draws(Callback):
+    """Records the random numbers that a user's code draws in each step, of each generator."""
+
+    def __init__(self) -> None:
+        self.of_step: dict[int, tuple[float, ...]] = {}
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.of_step[trainer.global_step + 1] = random.random(), np.random.normal(), torch.rand(()).item()
+
+
+def test_a_resumed_run_draws_the_random_numbers_that_follow(fit: Callable[..., Any], tmp_path: Path):
+    """The same seed draws the same numbers, whatever the process has drawn before."""
+    (tmp_path / "saved").mkdir()
+    config, whole, again, resumed = make_settings(**OPTIONS), Draws(), Draws(), Draws()
+    fit(config, COUNT, RunState(), Saving(tmp_path / "saved", 7), whole)
+    fit(config, COUNT, RunState(), again)
+    fit(config, COUNT, RunState(), resumed, ckpt_path=tmp_path / "saved" / "7.ckpt")
+    assert again.of_step == whole.of_step
+    assert resumed.of_step == {step: drawn for step, drawn in whole.of_step.items() if step > 7}
 
 
 def test_a_step_that_a_checkpoint_splits_begins_again(fit: Callable[..., Any], tmp_path: Path):

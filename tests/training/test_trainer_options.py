@@ -90,13 +90,15 @@ def test_each_value_makes_a_trainer_or_is_refused(option: str, resolved):
         ("--trainer.max_time 5", "--trainer.max_time: expected str or dict, not 5"),
         ("--trainer.limit_train_batches 0", "--trainer.limit_train_batches must be above 0, not 0"),
         ("--trainer.limit_train_batches 0.0001", "refuses --trainer.limit_train_batches: "),
-        ("--trainer.limit_test_batches 0.00001", "--trainer.limit_test_batches 1e-05 is less than one of the 1 test"),
+        ("--trainer.limit_test_batches 0.00001", "limit_test_batches 1e-05 is less than one batch (1 in all)"),
+        ("--trainer.limit_val_batches 0.1 --trainer.check_val_every_n_epoch 2", "limit_val_batches 0.1 is less than"),
         ("--trainer.val_check_interval 1000", "refuses --trainer.val_check_interval: "),
         (
             "--trainer.val_check_interval 3 --accumulate 2",
             "--accumulate 2 does not divide --trainer.val_check_interval 3",
         ),
         ("--trainer.max_time 00:00:00:00", "no step was trained"),
+        ("--devices 2 --strategy ddp", "--devices 2: one process is one rank: use --devices 1, or start the ranks"),
     ],
 )
 def test_a_refused_run_leaves_no_folder(flags: str, said: str, resolved, tmp_path: Path):

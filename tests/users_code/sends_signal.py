@@ -38,9 +38,10 @@ class Model(nn.Module):
 
 
 class RecordsBatches(Callback):
-    """Writes a line into the file `batches` of the run folder for each batch of rank 0: its optimizer step and a
-    checksum. Before the step `step`, rank 0 sends itself the signal `number`. With `plans`, the number of steps is read
-    before the training has its state."""
+    """Writes a line into the file `batches` of the run folder for each batch of rank 0, with its optimizer step and a
+    checksum, and into the file `validations` for each validation, with the number of steps done. Before the step
+    `step`, rank 0 sends itself the signal `number`. With `plans`, the number of steps is read before the training has
+    its state."""
 
     def __init__(self, step: int = 0, number: int = 0, plans: bool = False):
         self.step, self.number, self.plans = step, number, plans
@@ -57,3 +58,8 @@ class RecordsBatches(Callback):
             file.write(f"{step} {zlib.crc32(batch[0].numpy().tobytes())}\n")
         if step == self.step:
             os.kill(os.getpid(), self.number)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.is_global_zero:
+            with Path(trainer.default_root_dir, "validations").open("a") as file:
+                file.write(f"{trainer.global_step}\n")

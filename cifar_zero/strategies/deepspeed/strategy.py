@@ -192,8 +192,14 @@ class ZeROStrategy(CPUDeepSpeedStrategy):
         elif self.zero_stage_3:  # a test without a fit: DeepSpeed (0.19.8) cannot load the checkpoint
             self._restore_zero_state(checkpoint, strict=True)
         else:
-            self.model.module.load_state_dict(checkpoint["state_dict"])  # pyright: ignore
+            self._load_weights(checkpoint["state_dict"])
         return checkpoint
+
+    def _load_weights(self, weights: dict[str, Any]) -> None:
+        engine: Any = self.model
+        names = {plain: name for name, plain in experts.plain_names_of(engine, engine.module.state_dict()).items()}
+        own = {names.get(plain, plain): value for plain, value in weights.items()}
+        engine.module.load_state_dict(own, strict=experts.ep_size(engine.module) == 1)  # other ranks have other experts
 
     @property
     def _layout(self) -> dict[str, Any]:

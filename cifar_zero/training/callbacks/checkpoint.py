@@ -35,7 +35,9 @@ class RunState(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         datamodule: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        state = {"torch": torch.get_rng_state(), "python": random.getstate(), "cuda": cuda}
+        name, keys, *position = np.random.get_state()
+        numpy = (name, np.asarray(keys).tolist(), *position)  # plain values, which load without --trust
+        state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numpy, "cuda": cuda}
         ranks_per_model = trainer.world_size // hooks_of(trainer.strategy).replica()[0]
         checkpoint[RECORD] = {
             "schema": SCHEMA,
@@ -63,10 +65,13 @@ class RunState(Callback):
         seed = int(np.random.SeedSequence(here).generate_state(1)[0])
         torch.manual_seed(seed)
         random.seed(seed)
+        np.random.seed(seed)
         if len(self._states) == replicas:  # a state saved on the CPU has no GPU state
             own = self._states[replica]
             torch.set_rng_state(own["torch"])
             random.setstate(own["python"])
+            if "numpy" in own:  # not in checkpoints of version 0.2
+                np.random.set_state(own["numpy"])
             if own["cuda"] is not None and torch.cuda.is_available():
                 torch.cuda.set_rng_state(own["cuda"])
         if pl_module.settings.output.resume and trainer.is_global_zero:

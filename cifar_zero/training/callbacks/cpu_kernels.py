@@ -6,6 +6,7 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -51,11 +52,12 @@ class CPUKernels(Callback):
         demote_network_threads()
         self.on_validation_end(trainer, pl_module)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, *args: Any, **kwargs: Any) -> None:
         torch.set_num_threads(self._all_threads)
         torch.backends.mkldnn.set_flags(True)
 
-    on_test_start = on_validation_start
+    # After the training or an error, this process may train another run.
+    on_test_start = on_train_end = on_exception = on_validation_start
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         torch.set_num_threads(self._threads)

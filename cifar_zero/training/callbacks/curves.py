@@ -17,6 +17,9 @@ from cifar_zero.core.atomic import attempt
 from cifar_zero.strategies import hooks_of
 from cifar_zero.training.loggers import write_to
 
+REPORTED = "cifar_zero_reported"
+"""Key under which `TrainingCurves` adds the training loss and the validation accuracy to each checkpoint."""
+
 
 class IntervalCallback(Callback):
     """Base class of the callbacks that write a point of their curves (`_log`) every --log_interval optimizer steps, and
@@ -66,9 +69,11 @@ class TrainingCurves(IntervalCallback):
         # The newest point, by tag. train/loss is the mean over the micro-batches of the interval and over all ranks,
         # and train/epoch counts passes over the training images.
         self.newest: dict[str, float] = {}
+        # Values for metrics.json: passes over the training images, mean loss of the last interval, and accuracy in the
+        # last validation.
+        self._epochs, self._loss, self._accuracy = 0.0, None, None
         self.point_losses: list[float] = []  # loss of each micro-batch of the newest point
         self.losses: list[Tensor] = []  # loss of each micro-batch since the newest point, on the device
-        self._accuracy: float | None = None  # in the last validation
         self._writes_losses = writes_losses
         self._learning_rate: float | None = None
         self._gradient_norm: Tensor | None = None
@@ -76,15 +81,17 @@ class TrainingCurves(IntervalCallback):
     @property
     def totals_of_run(self) -> dict[str, float | None]:
         """Values that the callback adds to metrics.json."""
-        epochs, loss = self.newest.get("train/epoch", 0.0), self.newest.get("train/loss")
-        return {"epochs": epochs, "train/loss": loss, "val/acc": self._accuracy}
+        return {"epochs": self._epochs, "train/loss": self._loss, "val/acc": self._accuracy}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the values that a resumed run reports if it has no step or no validation of its own."""
-        return {"newest": self.newest, "accuracy": self._accuracy}
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Adds the values that a resumed run reports if it has no step or no validation of its own. Every rank must
+        call it."""
+        loss = _mean(self.reduced_losses(trainer)) if self.losses else self._loss
+        checkpoint[REPORTED] = {"loss": loss, "accuracy": self._accuracy}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.newest, self._accuracy = state_dict["newest"], state_dict["accuracy"]
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        saved = checkpoint.get(REPORTED, {})
+        self._loss, self._accuracy = saved.get("loss"), saved.get("accuracy")
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         if not trainer.sanity_checking:
@@ -108,14 +115,17 @@ class TrainingCurves(IntervalCallback):
         self.losses.append(outputs["loss"])
         super().on_train_batch_end(trainer, pl_module)
 
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._epochs = _epochs_done(trainer)
+
     def _log(self, trainer: Trainer) -> None:
         losses = self.point_losses = self.reduced_losses(trainer)
         step, parts = trainer.global_step, trainer.accumulate_grad_batches
         steps = [sum(each) / parts for each in zip(*[iter(losses)] * parts, strict=False)]
         rows = enumerate(steps, start=step - len(steps) + 1)
         self._write(trainer, "".join(f"{number},{loss!r}\n" for number, loss in rows))  # repr keeps every bit of a loss
-        epoch = (trainer.fit_loop.total_batch_idx + 1) / trainer.num_training_batches
-        scalars = {"train/loss": sum(losses) / len(losses), "train/epoch": epoch, "train/global_step": step}
+        self._loss = _mean(losses)
+        scalars = {"train/loss": self._loss, "train/epoch": _epochs_done(trainer), "train/global_step": step}
         if self._learning_rate is not None:  # None if a signal stopped the run at an unforeseen step
             scalars["train/learning_rate"] = self._learning_rate
             norm = self._gradient_norm
@@ -147,6 +157,14 @@ class TrainingCurves(IntervalCallback):
                 file.write(text)
 
         self._writes_losses = attempt(write, path)
+
+
+def _epochs_done(trainer: Trainer) -> float:
+    return (trainer.fit_loop.total_batch_idx + 1) / trainer.num_training_batches
+
+
+def _mean(losses: list[float]) -> float:
+    return sum(losses) / len(losses)
 
 
 class GradientLogger(IntervalCallback):

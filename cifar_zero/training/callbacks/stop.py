@@ -15,12 +15,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from cifar_zero.checkpoints import resume
 from cifar_zero.config.run import Run
 from cifar_zero.core import exits
-from cifar_zero.core.console import RESUME_WITH
+from cifar_zero.core.atomic import failure_of
+from cifar_zero.core.console import RESUME_WITH, say
 from cifar_zero.core.errors import RunError, Stopped, UsageError
 from cifar_zero.launch.collectives import gather
 from cifar_zero.training.callbacks.checkpoint import LastCheckpoint
-
-SLURM_REQUEUE = signal.SIGUSR1  # sent by `sbatch --signal=USR1@120` before the time limit
 
 EXCHANGE_SECONDS = 1.0
 """Approximate time between two exchanges, in which each rank learns which signal any rank has received. An exchange
@@ -46,12 +45,8 @@ class Interrupt(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._exchange_step, self._exchanged = trainer.global_step, time.monotonic()
-        signals = [*exits.SIGNALS]
-        if "SLURM_JOB_ID" in os.environ:
-            signals.append(SLURM_REQUEUE)
-        for number in signals:
-            if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
-                self._previous[number] = signal.signal(number, self._request)
+        for number in exits.requests():
+            self._previous[number] = signal.signal(number, self._request)
         self.has_started = True
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -89,11 +84,19 @@ class Interrupt(Callback):
         come since the last exchange. If there is a signal, earlier or now, ignores all further ones."""
         self.has_ended = True
         if self.signal is None:
-            for number, handler in self._previous.items():
-                signal.signal(number, handler)
+            self._restore_handlers()
             self.signal = next(filter(None, gather(self._requested)), None)
         if self.signal is not None:
             exits.ignore()
+
+    def on_exception(self, *_: Any) -> None:
+        """Restores the signal handlers, because this process may train another run."""
+        if not self.has_ended:
+            self._restore_handlers()
+
+    def _restore_handlers(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def _request(self, number: int, frame: Any) -> None:
         self._requested = self._requested or number
@@ -131,17 +134,17 @@ def reported(trainer: Trainer, run: Run, run_dir: Path | None) -> Iterator[None]
 
 
 def check_stopped(trainer: Trainer, run: Run, run_dir: Path | None) -> None:
-    """If a signal has stopped the training, waits for all ranks, checks that the checkpoint was written (see
-    `check_saved`), shuts the ranks down and raises Stopped. Rank 0 also requeues a SLURM job that was stopped by
-    SLURM_REQUEUE."""
+    """If a signal has stopped the training, checks that the checkpoint was written (see `check_saved`), shuts the ranks
+    down and raises Stopped. Rank 0 also requeues a SLURM job that was stopped by SLURM_REQUEUE."""
     interrupt = _interrupt(trainer)
     if interrupt.signal is None:
         return
-    trainer.strategy.barrier()
     check_saved(trainer)
-    if run_dir is not None and not run.recipe.only_measures and interrupt.signal == SLURM_REQUEUE:
+    if run_dir is not None and not run.recipe.only_measures and interrupt.signal == exits.SLURM_REQUEUE:
         # Requeued while the other ranks wait, because srun --kill-on-bad-exit ends the step when the first rank ends.
-        subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
+        requeue = ["scontrol", "requeue", os.environ["SLURM_JOB_ID"]]
+        if failure := failure_of(lambda: subprocess.run(requeue, check=True)):  # a container may lack scontrol
+            say(f"{' '.join(requeue)} failed, so SLURM does not restart the job: {failure}")
     shutdown(trainer)
     raise Stopped(interrupt.signal)
 
@@ -155,11 +158,12 @@ def _outcome(trainer: Trainer, run: Run, run_dir: Path | None) -> str:
     step = f"stopped at step {trainer.global_step}"
     if run.recipe.only_measures:
         return step
+    resuming = resume.command_to_resume_newest(run, run_dir)
     if interrupt.has_ended:
         check_saved(trainer)
-        return f"{step}, saved; resume with: {resume.command_to_resume(run, run_dir)}"
+        return f"{step}, saved; resume with: {resuming}"
     step += ", NOT saved, because Ctrl-C came twice"
-    if resuming := resume.command_to_resume_newest(run, run_dir):
+    if resuming:
         step += f"; resume an earlier step with: {resuming}"
     return step
 

@@ -49,11 +49,11 @@ class Throughput(IntervalCallback):
         self.peak_flops: float | None = None  # FLOP/s that all devices together can reach, if known
         self._device = torch.device("cpu")
         self._fit_started = 0.0
-        self._first_timed_step = self._point_step = 0
+        self._first_timed_step = 0
         self._clock_started: float | None = None  # None while the clock is paused
         self._batch_ended = 0.0
-        self._seconds = self._data_seconds = 0.0  # time of the steps since the newest point
-        self._all_seconds = self._all_data_seconds = 0.0  # time of the timed steps before the newest point
+        self._seconds = self._data_seconds = 0.0  # time of the timed steps
+        self._point = (0, 0.0, 0.0)  # step, `_seconds` and `_data_seconds` at the newest point
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -62,12 +62,14 @@ class Throughput(IntervalCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._device = pl_module.device
-        if peak := peak_flops(self._device, self._config.placement.precision):
+        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
+        if peak := peak_flops(name, self._config.placement.precision):
             self.peak_flops = peak * trainer.world_size
         warmup_steps = self._config.output.warmup_steps
         if not self._config.recipe.bench_steps:
             warmup_steps = min(warmup_steps, int(trainer.estimated_stepping_batches - trainer.global_step) // 2)
-        self._first_timed_step = self._point_step = trainer.global_step + warmup_steps
+        self._first_timed_step = trainer.global_step + warmup_steps
+        self._point = (self._first_timed_step, 0.0, 0.0)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Adds the time that was spent waiting for this batch. At the first batch after the warm-up or after a pause,
@@ -99,14 +101,15 @@ class Throughput(IntervalCallback):
     def _log(self, trainer: Trainer) -> None:
         was_running = self._clock_started is not None
         self._pause()
-        steps, all_steps = (trainer.global_step - first for first in (self._point_step, self._first_timed_step))
-        if steps > 0:
-            self.newest_rates = self.rates(self._seconds, self._data_seconds, steps)
+        step, seconds, data_seconds = self._point
+        if trainer.global_step > step:
+            self.newest_rates = self.rates(
+                trainer.global_step - step, self._seconds - seconds, self._data_seconds - data_seconds
+            )
             log_scalars(trainer, self.newest_rates)
-            self._all_seconds += self._seconds
-            self._all_data_seconds += self._data_seconds
-            self.totals_of_run |= self.rates(self._all_seconds, self._all_data_seconds, all_steps)
-            self._point_step, self._seconds, self._data_seconds = trainer.global_step, 0.0, 0.0
+            timed_steps = trainer.global_step - self._first_timed_step
+            self.totals_of_run |= self.rates(timed_steps, self._seconds, self._data_seconds)
+            self._point = (trainer.global_step, self._seconds, self._data_seconds)
         if was_running:
             self._clock_started = self._now()
 
@@ -115,7 +118,7 @@ class Throughput(IntervalCallback):
         torch.get_device_module(self._device).synchronize(self._device)  # returns at once on the CPU
         return time.perf_counter()
 
-    def rates(self, seconds: float, data_seconds: float, steps: int) -> dict[str, float]:
+    def rates(self, steps: int, seconds: float, data_seconds: float) -> dict[str, float]:
         """Returns the perf/* metrics of a number of optimizer steps, which took `seconds`, of which `data_seconds` were
         spent waiting for data. Only transformers have tokens per second, and there is an MFU only if `peak_flops` is
         known."""
@@ -233,14 +236,7 @@ PEAKS = {
 (MIG), have no known peak."""
 
 
-def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Returns the dense peak of a device at the run's precision in FLOP/s, or None for a CPU or an unknown GPU."""
-    if device.type == "cuda":
-        return peak_by_name(torch.cuda.get_device_name(device), precision)
-    return None
-
-
-def peak_by_name(device_name: str, precision: str) -> float | None:
+def peak_flops(device_name: str, precision: str) -> float | None:
     """Returns the dense peak of one GPU in FLOP/s, or None if it is unknown. `device_name` is the name that
     torch.cuda.get_device_name returns. For the precision 32-true, it is the peak of TF32 if
     torch.get_float32_matmul_precision() allows TF32. This setting does not apply to convolutions, for which cuDNN uses

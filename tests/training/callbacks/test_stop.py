@@ -3,10 +3,12 @@ step."""
 
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -15,10 +17,11 @@ from cifar_zero.config import command_line
 from cifar_zero.config.recipe import Choice
 from cifar_zero.config.settings import make_settings
 from cifar_zero.core import exits
-from cifar_zero.core.errors import RunError
+from cifar_zero.core.errors import RunError, Stopped
 from cifar_zero.training.callbacks.checkpoint import LastCheckpoint
+from cifar_zero.training.callbacks.cpu_kernels import CPUKernels
 from cifar_zero.training.callbacks.monitors import EarlyStop
-from cifar_zero.training.callbacks.stop import Interrupt, check_saved, reported
+from cifar_zero.training.callbacks.stop import Interrupt, check_saved, check_stopped, reported
 from cifar_zero.training.resolve import resolve
 from tests.users_code.sends_signal import SendsSignal
 
@@ -127,6 +130,48 @@ def test_a_run_that_fails_after_a_checkpoint_says_how_to_resume(
     assert first.startswith(f"error: {said}")
     resumes = checkpoint != "" and not isinstance(error, RunError)
     assert [line.partition(": ")[0] for line in others] == (["resume with"] if resumes else [])
+
+
+@pytest.mark.usefixtures("signal_handlers")
+def test_a_stop_by_slurm_without_scontrol_says_how_to_resume(
+    fit: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """A container in the job may lack scontrol. A run without a checkpoint of its own resumes from the one before."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    sender = SendsSignal("on_train_batch_start", signal.SIGUSR1, "self")
+    trainer = fit(make_settings(epochs=3, batch_size=8), 16, sender, Interrupt()).trainer
+    run = resolve(command_line.parse(["--data.source", "digits", "--accelerator", "cpu"])).changed(resume="before.ckpt")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with (
+        pytest.raises(Stopped, match=r"step 1, saved; resume with: .* --resume before\.ckpt"),
+        reported(trainer, run, tmp_path),
+    ):
+        check_stopped(trainer, run, tmp_path)
+    assert "scontrol requeue 7 failed, so SLURM does not restart the job: No such file" in capsys.readouterr().err
+
+
+class Fails(Callback):
+    def on_train_batch_end(self, *_: Any) -> None:
+        raise RunError("the loss is NaN")
+
+
+@pytest.mark.usefixtures("signal_handlers")
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_end_of_a_training_restores_signals_threads_and_kernels(fails: bool, fit: Callable[..., Any]):
+    """The process may train another run, as docs/sweep.py does."""
+
+    def state() -> tuple[Any, ...]:
+        return signal.getsignal(signal.SIGTERM), torch.get_num_threads(), torch.backends.mkldnn.enabled
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        before, callbacks = state(), [Interrupt(), CPUKernels(1, "32-true"), *([Fails()] if fails else [])]
+        with pytest.raises(RunError) if fails else nullcontext():
+            fit(make_settings(epochs=1, batch_size=8), 16, *callbacks, limit_val_batches=0)
+        assert state() == before
+    finally:
+        torch.set_num_threads(threads)
 
 
 STUCK = make_settings(optimizer=Choice("sgd", {"lr": 0.0}), batch_size=8, epochs=9)

@@ -14,7 +14,7 @@ from cifar_module import CIFARModule
 from cifar_zero.config.recipe import Recipe
 from cifar_zero.config.settings import make_settings
 from cifar_zero.core import exits
-from cifar_zero.training.callbacks.throughput import Throughput, peak_by_name, training_flops
+from cifar_zero.training.callbacks.throughput import Throughput, peak_flops, training_flops
 
 
 class Clock:
@@ -127,7 +127,7 @@ def test_peaks_by_torchs_device_names(
     device_name: str, precision: str, allowed: str, teraflops: float | None, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: allowed)
-    peak = peak_by_name(device_name, precision)
+    peak = peak_flops(device_name, precision)
     assert (peak and peak / 1e12) == teraflops
 
 
