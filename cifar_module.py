@@ -243,7 +243,7 @@ class StepSchedule(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float]:
-        """Returns the learning rate of each parameter group for the next step."""
+        """Computes each rate from the count of steps and the group's initial rate, not from its current one."""
         return [self.schedule.rate(self.last_epoch, float(lr)) for lr in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:

@@ -61,7 +61,8 @@ def torch_class(optimizer: Any) -> Any:
 
 
 class UpdateCheck:
-    """Compares slices of each update of an optimizer with copies that torch's optimizer updates."""
+    """Checks the updates of an optimizer: copies a random slice of each tensor before an update, lets torch's optimizer
+    update the copies, and compares them with the slices after the update."""
 
     def __init__(self, adapter: Any):
         self.adapter = adapter

@@ -1,5 +1,6 @@
-"""Finds the checkpoint that a run resumes, before anything is launched, and refuses the checkpoint of a run with other
-options or classes. Imports torch only to read the options in a checkpoint that has no run folder.
+"""Finds the checkpoint that a run resumes, before the ranks are launched. On several nodes and under torchrun, rank 0
+finds it after the launch. Also defines the checks that refuse a checkpoint of a run with other options or classes.
+Imports torch only to read the options in a checkpoint that has no run folder.
 
 `config/strategy_rules.py` refuses strategies that cannot resume. `training/starting.py` refuses checkpoints with other
 weights and damaged ones.

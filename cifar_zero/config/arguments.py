@@ -33,7 +33,7 @@ class Arguments:
 
     @property
     def consent(self) -> Consent:
-        """The consent to run code that --trust and --trainer.callbacks give."""
+        """The user's consent to run code, as given by --trust and --trainer.callbacks."""
         return Consent(self.options.get("trust", False), tuple(self.callbacks))
 
 

@@ -15,7 +15,7 @@ Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "auto"]
 
 @dataclass(frozen=True)
 class ZeROConfig:
-    """ZeRO 1 to 3, under the names of DeepSpeed's configuration"""
+    """ZeRO 1 to 3, under the names of DeepSpeed's configuration without the prefix stage3_"""
 
     overlap_comm: bool = False
     """Reduce gradients during the backward pass, on a separate CUDA stream; ZeRO 3 also gathers parameters this way.

@@ -30,8 +30,8 @@ and how they are read."""
 
 
 def sections(part: type) -> dict[str, type]:
-    """Returns the class of each section of a recipe, placement or output class, keyed by the section's name. A section
-    is a field that holds a dataclass of options, such as zero. Its flags have dotted names."""
+    """Returns the dataclass of each section of `part` (Recipe, Placement or Output), keyed by the section's name. A
+    section is a field that holds a dataclass of options, such as zero. Its flags have dotted names."""
     return {
         option.name: option.default_factory
         for option in fields(part)

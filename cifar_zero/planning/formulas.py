@@ -7,7 +7,8 @@ master weight and two moments 12 bytes. On each of N ranks, this is 16 bytes at 
 at stage 2 and 16/N at stage 3. Where DeepSpeed 0.19.8 and torch 2.15 differ from the paper, the formulas follow the
 software:
 
-- DeepSpeed keeps float32 master weights as a second copy even if the model is float32, and torch never keeps them. A
+- At stages 1 to 3, DeepSpeed keeps float32 master weights as a second copy even if the model is float32. At stage 0
+  it keeps them only if the model is not float32, and torch never keeps them. A
   float32 model under autocast takes 4 bytes for each number that takes 2 bytes in a cast model.
 - Stage 1 holds full gradients only in the backward pass. From then until the update it holds only the rank's shard of
   the gradients, like stage 2.

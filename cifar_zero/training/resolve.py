@@ -111,8 +111,10 @@ def _most_devices(settings: Settings, strategies: Sequence[str], gpus: int) -> i
 
     On GPUs, this is the largest number on which the run is possible under one of `strategies`, with micro-batches of at
     least LEAST_MICRO_BATCH images if there are several replicas. If there are several GPUs, prints the number, and why
-    not all are used. On the CPU, it is CPU_RANKS if possible and if the strategy shards or splits the model, otherwise
-    1. For several strategies on the CPU, it is 1 if one of them is possible on one rank, otherwise CPU_RANKS.
+    not all are used.
+
+    On the CPU, one strategy gets CPU_RANKS if it shards or splits the model and the run is possible on as many ranks,
+    otherwise 1. Several strategies get 1 if one of them is possible on one rank, otherwise CPU_RANKS.
     """
     counts = [*range(gpus, 0, -1)]
     if not gpus:

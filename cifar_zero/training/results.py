@@ -135,7 +135,8 @@ def print_summary(metrics: Mapping[str, Any], run_dir: Path) -> None:
 
 
 def print_test_table(metrics: Mapping[str, Any]) -> None:
-    """Prints the test/* metrics in `metrics`, or nothing if there was no test, and those in SHOWN below the table.
+    """Prints a table of accuracy, precision and F1 from the test/* metrics, and the metrics in SHOWN below it. Prints
+    nothing if there was no test.
 
     With at most MOST_ROWS classes, each class has a row, with nan for a class without images. The last row has means
     over the classes, weighted by their numbers of images. The weighted mean of the recall is the accuracy.

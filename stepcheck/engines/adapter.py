@@ -256,7 +256,8 @@ class EngineAdapter:
         return 0.0
 
     def given_options(self) -> dict[int, dict[str, Any]]:
-        """Returns the optimizer options that the user gave, before an engine changed them, by parameter index."""
+        """Returns the optimizer options in an engine's configuration, by parameter index, as the user wrote them. It is
+        empty if the script has built the optimizer."""
         return {}
 
     def local(self, tensor: Tensor) -> Tensor:

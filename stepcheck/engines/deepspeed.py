@@ -64,7 +64,8 @@ class DeepSpeedAdapter(EngineAdapter):
                 raise NotAuditable(why)
 
     def _give_experts_rows(self) -> None:
-        """Gives each expert of each rank a row of its own, because ranks have different experts under one name."""
+        """Gives each parameter of an expert one row in the matrix of sketches for each rank of its expert-parallel
+        group, because these ranks have different experts under one name."""
         self._expert_ranks = {}
         for index, parameter in enumerate(self.parameters):
             if getattr(parameter, "allreduce", True):

@@ -68,7 +68,9 @@ class EngineStep:
         return result
 
     def _judge_backward(self, loss: Tensor, seen: list[Tensor], is_output: bool, expected: float) -> None:
-        """Judges the factor by which the engine has multiplied a loss. `seen` has the gradient of the loss itself."""
+        """Compares the factor by which the engine has multiplied a loss, or the gradients of its outputs, with
+        `expected`. `seen` has the gradient that arrived at `loss`, or nothing if none did. `is_output` tells whether
+        `loss` is an output of the engine, whose gradient the engine may multiply in a hook of its own."""
         one = torch.ones((), dtype=torch.float64, device=loss.device)
         ratios = self._ratios()
         factor = seen[0].norm() if seen else 0 * one

@@ -214,8 +214,8 @@ def mean_square(values: Iterable[float]) -> float:
 
 
 def common_factor(actual: Tensor, expected: Tensor) -> float | None:
-    """Returns the factor by which `expected` must be multiplied to give `actual`, both float64. Returns None if no
-    factor gives it up to CONSTANT of its norm."""
+    """Returns the least-squares factor by which `expected` must be multiplied to give `actual`, both float64. Returns
+    None if the remainder is larger than CONSTANT times the norm of `actual`."""
     factor = float((actual * expected).sum() / expected.square().sum().clamp(min=1e-300))
     return factor if (actual - factor * expected).norm() <= CONSTANT * actual.norm() else None
 

@@ -32,7 +32,8 @@ class Interrupt(Callback):
 
     A second Ctrl-C ends the process at once, unless the checkpoint has already been written. A second signal from the
     cluster has no effect, because one signal of the cluster reaches a rank twice, directly and through the launcher.
-    Before and after the training, any signal raises Stopped at once; see `exits.interrupt`.
+    Before the training, and after one that no signal has stopped, `exits.interrupt` handles the signals. After a
+    training that a signal has stopped, further signals have no effect.
     """
 
     def __init__(self) -> None:
