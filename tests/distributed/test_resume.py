@@ -213,7 +213,7 @@ for strategy in ("baseline", "deepspeed_stage_1", "deepspeed_stage_3", "fsdp2"):
     for number in (signal.SIGTERM, signal.SIGKILL):
         is_short = strategy == "baseline" and number == signal.SIGTERM
         for name in RESUMED:
-            if is_short or (WHOLE and name.startswith("schedule")):
+            if is_short or (WHOLE and name.startswith(("schedule", "validation"))):
                 row = f"{strategy}-{number.name}-{name}"
                 INTERRUPTED.append(pytest.param(strategy, number, name, id=row, marks=marks))
 
