@@ -202,6 +202,7 @@ class ScriptCheck(Callback):
         module = self._computed
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
         scale = scaler.get_scale() if scaler else 1.0  # without it, gradients in float16 may underflow
+        self._copy.check_large(self._module)
         with random_state_kept(), refusing_calls(self._module):
             low, exact = (self._copy.compute(self._micro_batches, scale=scale, exact=each) for each in (False, True))
         for name in exact.gradients.keys() & module.gradients.keys():

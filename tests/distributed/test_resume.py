@@ -211,7 +211,7 @@ INTERRUPTED: list[Any] = []
 for strategy in ("baseline", "deepspeed_stage_1", "deepspeed_stage_3", "fsdp2"):
     marks = [pytest.mark.distributed] if strategy != "baseline" else []
     for number in (signal.SIGTERM, signal.SIGKILL):
-        names = {"schedule cosine"} if WHOLE else set[str]()
+        names = {"schedule cosine", "validation"} if WHOLE else set[str]()
         if strategy == "baseline" and number == signal.SIGTERM:
             names = {*RESUMED} if WHOLE else {*RESUMED} - {*SCHEDULED} | {"schedule cosine"}
         for name in sorted(names):
