@@ -95,15 +95,16 @@ class CIFARModule(LightningModule):
         Lightning would raise an error only when it validates or tests."""
         if self.settings.recipe.only_measures:
             return
+        trainer: Any = self.trainer
         for split in ("val", "test"):
-            limit = getattr(self.trainer, f"limit_{split}_batches")
+            limit = getattr(trainer, f"limit_{split}_batches")
             if not 0 < limit < 1:
                 continue
-            datamodule: Any = self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-            batches = len(getattr(datamodule, f"{split}_dataloader")())
+            batches = len(getattr(trainer.datamodule, f"{split}_dataloader")())
             if batches and int(limit * batches) == 0:
+                option = "overfit_batches" if trainer.overfit_batches else f"limit_{split}_batches"
                 raise UsageError(
-                    f"--trainer.limit_{split}_batches {limit:g} is less than one batch ({batches} in all): "
+                    f"--trainer.{option} {limit:g} is less than one batch ({batches} in all): "
                     "use a number of batches, such as 1, or 0 for none"
                 )
 

@@ -102,7 +102,7 @@ def main() -> int:
     file = out / "results.json"
     results: dict[str, Row] = json.loads(file.read_text()) if file.exists() else {}
     machine = harness.machine(arguments.accelerator)
-    if others := {row["machine"] for row in results.values()} - {machine}:
+    if others := {row.get("machine", "unknown") for row in results.values()} - {machine}:
         raise UsageError(f"--out {out} has results of another machine ({others.pop()}): name another folder")
     heading = harness.heading("gpu", 1, arguments.accelerator)
     chosen = [each for each in measurements(arguments, out) if each.name.startswith(tuple(arguments.parts or [""]))]

@@ -100,6 +100,6 @@ def train(run: Run) -> dict[str, Any]:
     stop.check_saved(trainer)
     if unwritten:
         raise RunError(unwritten)
-    agents = {info.agent for info in rank_infos}
-    build.check_audited(trainer, run_dir, resume.starts_of(agents, run.output.out, run.run_name))
+    launchers = {name for info in rank_infos for name in (info.agent, info.job)}
+    build.check_audited(trainer, run_dir, resume.starts_of(launchers, run.output.out, run.run_name))
     return metrics

@@ -258,7 +258,7 @@ class AutoAudit:
 
         if torch.compiler.is_compiling() or self.building:
             return False
-        from stepcheck.hooks import records_cuda_graph
+        from stepcheck.engines.adapter import records_cuda_graph
 
         return not records_cuda_graph()
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from stepcheck.batch_norms import BatchNormCounts
 from stepcheck.batches import Batches
 from stepcheck.engines import adapter_of
-from stepcheck.engines.adapter import running_steps
-from stepcheck.hooks import Hooks, outermost_backward, records_cuda_graph
+from stepcheck.engines.adapter import records_cuda_graph, running_steps
+from stepcheck.hooks import Hooks, outermost_backward
 from stepcheck.judge import Judge, Step
 from stepcheck.start import Start, changed_options, options_of
 from stepcheck.totals import FAILED, Totals
@@ -39,6 +39,8 @@ def guarded(method: Callable[..., None]) -> Callable[..., None]:
         start = time.perf_counter()
         try:
             if not self.stopped and records_cuda_graph():
+                if not torch.is_grad_enabled():
+                    return  # of an evaluation, for example
                 self.stop("a CUDA graph replays them, without the hooks of the audit")
             if not self.error and not self.stopped:
                 method(self, *args, **kwargs)

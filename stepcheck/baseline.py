@@ -26,7 +26,7 @@ KERNELS = 64.0
 """Allowed difference between two gradients relative to their norm, in units of roundoff, because another machine or
 release may use other kernels."""
 
-CANCELLED = 0.05
+CANCELLED = 0.01
 """This share of the norm of all gradients is added to the norm of a gradient to which KERNELS applies. A gradient that
 cancels, such as that of a bias before a batch norm, only has the rounding error of its summands, whose norm a script's
 audit does not know. Other kernels changed it by 3.8 times what CANCELLATION allows (torch 2.15 without oneDNN)."""

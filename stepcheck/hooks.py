@@ -77,12 +77,6 @@ def _called_modules(module: nn.Module) -> Iterator[nn.Module]:
         yield module
 
 
-def records_cuda_graph() -> bool:
-    """Returns whether the device records what it is given, instead of computing it. A wait for the device would end the
-    recording with an error."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
 def outermost_backward() -> int:
     """Returns autograd's id of the outermost backward pass that runs, or -1."""
     return WAITING[0] if WAITING else torch._C._current_graph_task_id()

@@ -175,7 +175,7 @@ class Judge:
 
     def _meaning(self, step: Step, factor: float) -> str:
         """Returns the likely cause of a wrong `factor` of all gradients, as ", as if ...", or ""."""
-        ranks, parts = self.adapter.ranks.size, step.micro_batches
+        ranks, parts = self.adapter.ranks.size, max(1, step.micro_batches)
         causes = {
             1 / parts: f"divided by the {parts} micro-batches once too often",
             float(parts): f"not divided by the {parts} micro-batches",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stepcheck.bounds import UPDATE
-from stepcheck.engines.plain import scaler_of
+from stepcheck.engines.plain import fused_scale, overflows
 from stepcheck.sketch import dense
 from stepcheck.verdict import Kind
 
@@ -83,9 +83,9 @@ class UpdateCheck:
         optimizer updates its tensors. Does nothing if `torch_class` does not know the updates, or if the step will be
         left out because of an overflow."""
         self.slices = []
-        scale, overflows = scaler_of(optimizer)
-        if self.optimizer_class is None or overflows:
+        if self.optimizer_class is None or overflows(optimizer):
             return
+        scale = fused_scale(optimizer)
         self._compare_kept(optimizer, report)
         groups, states = [], {}
         for group in optimizer.param_groups:

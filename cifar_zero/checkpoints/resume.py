@@ -19,7 +19,7 @@ from cifar_zero.config.run import Run
 from cifar_zero.config.settings import FALLBACK_SUFFIX, Settings, flat, may_change_on_resume, settings_of
 from cifar_zero.config.strategy_specs import AUTO
 from cifar_zero.core import atomic, plain_data
-from cifar_zero.core.console import command
+from cifar_zero.core.console import command, say
 from cifar_zero.core.errors import UsageError
 from cifar_zero.launch import rank_environment
 from cifar_zero.models import MODELS
@@ -98,8 +98,11 @@ def _checkpoint_of(settings: Settings) -> Path | None:
     named = named.parent if named.suffix == ".ckpt" else named
     for folder in (named, out / name, out / (name + FALLBACK_SUFFIX)):
         atomic.recover(folder)
-    if requeued and (own := newest_of({rank_environment.slurm_job()}, str(out), name)):
-        return own
+    if requeued:
+        if own := newest_of({rank_environment.slurm_job()}, str(out), name):
+            return own
+        if rank_environment.global_rank() == 0:
+            say("SLURM has requeued the job before this command wrote a checkpoint: it starts as the first time")
     if resume in ("last", IF_ANY):
         try:
             return run_folder.last_checkpoint(str(out), name, settings.data.source == "digits")
@@ -124,7 +127,7 @@ def starts_of(launchers: Collection[str], out: str, name: str) -> list[Path]:
     """Returns the folders of the runs named `name` under `out` whose ranks were started by the same torchrun processes
     or in the same SLURM job.
 
-    `launchers` are the names of torchrun's processes (see `rank_environment.torchrun_agent`) or the job's number.
+    `launchers` are names as `rank_environment.torchrun_agent` and `slurm_job` return them.
     torchrun's restart count does not show a restart, because it stays the same when a node joins, and is 0 on the new
     node.
     """

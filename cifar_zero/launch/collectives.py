@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
 from cifar_zero.config.run import Run
-from cifar_zero.core.console import command, say
+from cifar_zero.core.console import command, say, torchrun
 from cifar_zero.core.errors import RunError, UsageError
 from cifar_zero.launch import rank_environment
 from cifar_zero.launch.arrivals import await_ranks, open_store
@@ -64,9 +64,12 @@ def init_process_group(run: Run) -> list[RankInfo]:
     if run.placement.world_size == 1 or dist.is_initialized():
         return gather(info)
     if not rank_environment.is_rank():
-        starts = command("train", "--devices", ranks_here)
+        starts, nodes = command("train", "--devices", ranks_here), run.placement.num_nodes
+        if nodes > 1:
+            starts = torchrun("train", nodes, ranks_here)
         raise UsageError(
-            f"--devices {ranks_here}: one process is one rank: use --devices 1, or start the ranks with {starts}"
+            f"{nodes} x {ranks_here} ranks (--num_nodes, --devices): one process is one rank: use --devices 1 on one "
+            f"node, or start the ranks with {starts}"
         )
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank_environment.global_rank() == 0 and shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":

@@ -39,8 +39,7 @@ ADDRESS = "127.0.0.1"
 def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Returns RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and NODE_RANK of this process, and under SLURM also
     MASTER_ADDR and MASTER_PORT. Returns an empty dict if no launcher has described this process as a rank. Raises
-    UsageError if a value is invalid, if one variable of several ranks is missing, or if SLURM's nodes have different
-    numbers of tasks."""
+    UsageError if a value is invalid, or if SLURM's nodes have different numbers of tasks."""
     described = {name: environment[name] for name in TORCHRUN if name in environment}
     if DEEPSPEED_LOCAL_SIZE in environment:
         described.setdefault("LOCAL_WORLD_SIZE", environment[DEEPSPEED_LOCAL_SIZE])
@@ -49,13 +48,6 @@ def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
         several = "SLURM_STEP_NUM_TASKS"
         if all(name in environment for name in SLURM) and whole_number(several, environment[several]) > 1:
             return _of_slurm(environment)
-        missing = [*(TORCHRUN.keys() - described)]
-        # Lightning's DeepSpeedStrategy sets all but LOCAL_WORLD_SIZE in a process that is the only rank.
-        if len(missing) == 1 and whole_number("WORLD_SIZE", described.get("WORLD_SIZE", "1"), 1) > 1:
-            raise UsageError(
-                f"the environment variable {missing[0]} is not set, but {', '.join(described)} are: set it on each "
-                "rank, or start the ranks with torchrun"
-            )
         return {}
     rank, _, ranks, ranks_here = (whole_number(name, described[name], least) for name, least in TORCHRUN.items())
     if rank >= ranks:
@@ -96,8 +88,17 @@ def local_rank() -> int:
 
 def set_torchrun_variables() -> None:
     """Sets the environment variables that `variables` returns, if a launcher started this rank. torch, Lightning and
-    DeepSpeed read them."""
-    os.environ.update(variables())
+    DeepSpeed read them. Must be called before Lightning starts, whose DeepSpeedStrategy sets all but LOCAL_WORLD_SIZE.
+    Raises UsageError if several ranks lack one of the variables."""
+    own = variables()
+    missing = [name for name in TORCHRUN if name not in os.environ]
+    if not own and len(missing) == 1 and whole_number("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"), 1) > 1:
+        others = ", ".join(name for name in TORCHRUN if name in os.environ)
+        raise UsageError(
+            f"the environment variable {missing[0]} is not set, but {others} are: set it on each rank, or start the "
+            "ranks with torchrun"
+        )
+    os.environ.update(own)
 
 
 def by_local_launcher() -> bool:
@@ -126,9 +127,11 @@ def torchrun_agent() -> str:
 
 def slurm_job() -> str:
     """Returns a name of this process's command in its SLURM job, or an empty string without SLURM: the number of the
-    job, which a requeued job keeps, and a checksum of the arguments, because a job may train several runs."""
+    job, which a requeued job keeps, and a checksum of the arguments, because a job may train several runs. The numbers
+    of nodes and devices do not count, because a requeued job may get others."""
     number = os.environ.get("SLURM_JOB_ID", "")
-    return number and f"{number}-{zlib.crc32(shlex.join(sys.argv[1:]).encode()):08x}"
+    arguments = re.sub(r"--(num_nodes|devices)[ =]\S+", "", shlex.join(sys.argv[1:]))
+    return number and f"{number}-{zlib.crc32(os.fsencode(arguments)):08x}"
 
 
 def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:

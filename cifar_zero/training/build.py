@@ -106,8 +106,9 @@ def trainer_options(run: Run, run_dir: Path | None, callbacks: Sequence[Callback
 
 
 def check_audited(trainer: Trainer, run_dir: Path | None, starts: Sequence[Path]) -> None:
-    """Raises FaultFound on rank 0 if a step that --audit or --check_steps has checked has a fault. If torchrun has
-    restarted the ranks, the verdicts on the steps before count too. `starts` are the run folders of all its starts."""
+    """Raises FaultFound on rank 0 if a step that --audit or --check_steps has checked has a fault. If torchrun or SLURM
+    has restarted the run, the verdicts on the steps before count too. `starts` are the run folders of all its starts.
+    """
     callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     for each in callbacks:
         if run_dir is None or not isinstance(each, StepCheck):

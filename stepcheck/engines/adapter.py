@@ -325,6 +325,12 @@ def _after_update(audit: Any, optimizer: Any, *_: Any) -> None:
         audit.after_update(optimizer)
 
 
+def records_cuda_graph() -> bool:
+    """Returns whether the device records what it is given, instead of computing it. A wait for the device would end the
+    recording with an error."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def running_steps(optimizer: Any) -> int:
     """Returns how many calls of an optimizer's `step` have not returned. It is 2 if a step has called the step of its
     base class, for which torch calls the hooks again. Reads the stack, because no hook is called after a step that has

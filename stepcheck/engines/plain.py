@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from stepcheck.engines.adapter import EngineAdapter, Hook, NotAuditable, running_steps
+from stepcheck.engines.adapter import EngineAdapter, Hook, NotAuditable, records_cuda_graph, running_steps
 from stepcheck.patch import wrap_function
 
 SENT_IN = {allreduce_hook: None, bf16_compress_hook: torch.bfloat16, fp16_compress_hook: torch.float16}
@@ -25,10 +25,16 @@ SENT_IN = {allreduce_hook: None, bf16_compress_hook: torch.bfloat16, fp16_compre
 the gradient's own."""
 
 
-def scaler_of(optimizer: Any) -> tuple[float, bool]:
-    """Returns what a GradScaler leaves to the running step of a fused optimizer: the loss scale by which the step
-    divides the gradients (1 after `unscale_`), and whether a gradient overflows, so that the step changes nothing."""
-    return float(getattr(optimizer, "grad_scale", None) or 1.0), bool(getattr(optimizer, "found_inf", None) or 0.0)
+def fused_scale(optimizer: Any) -> float:
+    """Returns the loss scale by which the running step of a fused optimizer divides the gradients, or 1. A GradScaler
+    leaves this to such an optimizer, unless the script has called `unscale_`. May wait for the device."""
+    return float(getattr(optimizer, "grad_scale", None) or 1.0)
+
+
+def overflows(optimizer: Any) -> bool:
+    """Returns whether the running step of a fused optimizer changes nothing, because a GradScaler has found that a
+    gradient overflows. May wait for the device."""
+    return bool(getattr(optimizer, "found_inf", None) or 0.0)
 
 
 class PlainAdapter(EngineAdapter):
@@ -56,7 +62,7 @@ class PlainAdapter(EngineAdapter):
 
     def _end_step(self, optimizer: Any, *_: Any) -> None:
         if running_steps(optimizer) == 1:
-            self.audit.end_step(skipped=self.audit.judges_step and scaler_of(optimizer)[1])
+            self.audit.end_step(skipped=self.audit.judges_step and overflows(optimizer))
 
     scaled_by = 1.0
     """The loss scale by which a GradScaler has divided the gradients since the last backward pass."""
@@ -166,9 +172,9 @@ def _clip(clip: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     with ExitStack() as stack:
         for adapter in [*WATCHED]:
             clipped = {index for index in adapter.trained if id(adapter.parameters[index]) in given}
-            if by_norm and clipped == adapter.trained and not (adapter.clipped_to or adapter.clips_others):
+            if by_norm and clipped == adapter.trained and not adapter.clipped_to:
                 own = {id(adapter.parameters[index]) for index in clipped}
-                adapter.clips_others = any(each.grad is not None and id(each) not in own for each in parameters)
+                adapter.clips_others |= any(each.grad is not None and id(each) not in own for each in parameters)
                 adapter.clipped_to = 0.0 if adapter.clips_others else float(arguments["max_norm"])
                 stack.enter_context(adapter.changes_accepted())
             else:
@@ -177,7 +183,9 @@ def _clip(clip: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _unscale(unscale: Any, scaler: Any, optimizer: Any) -> None:
-    adapters = _watching(optimizer) if scaler.is_enabled() else []
+    adapters = [each for each in _watching(optimizer) if scaler.is_enabled() and not each.audit.stopped]
+    if records_cuda_graph():  # reading the scale would wait for the device
+        adapters = []
     with ExitStack() as stack:
         for adapter in adapters:
             stack.enter_context(adapter.changes_accepted())
@@ -194,8 +202,9 @@ def _unscale(unscale: Any, scaler: Any, optimizer: Any) -> None:
 def _zero_grad(zero_grad: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
     """Makes gradients that are set to 0 count as modified. The versions of DTensors do not show it."""
     zero_grad(optimizer, *args, **kwargs)
-    for adapter in _watching(optimizer):
-        adapter.reshaped |= {index for index in adapter.trained if adapter.parameters[index].grad is not None}
+    zeroed = {id(each) for group in optimizer.param_groups for each in group["params"] if each.grad is not None}
+    for adapter in [*WATCHED]:  # `optimizer` may wrap the audited one, as Fabric's does
+        adapter.reshaped |= {index for index in adapter.trained if id(adapter.parameters[index]) in zeroed}
 
 
 def _step(step: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -137,13 +137,14 @@ class PlainCopy:
         return states
 
     def check_large(self, module: nn.Module) -> None:
-        """Raises ValueError if an attribute of a module is too large for `state_of`, and differs from the copy's."""
+        """Raises ValueError if an attribute of a module is too large for `state_of`, and differs from the copy's. If
+        the copy does not have it yet, as a cache that the first forward pass builds, it is accepted."""
         copied = dict(self.module.named_modules())
         for name, part in module.named_modules():
             own = vars(copied[plain_name(module, name)])
             for key, value in vars(part).items():
-                data = None if key in self.internal else _data_in(value)
-                if data and _is_large(data) and not _equal(data, _data_in(own.get(key)) or []):
+                data = None if key in self.internal or key not in own else _data_in(value)
+                if data and _is_large(data) and not _equal(data, _data_in(own[key]) or []):
                     label = f"{plain_name(module, name)}.{key}".lstrip(".")
                     raise ValueError(f"the attribute {label} changes, and is too large to be copied")
 
@@ -245,7 +246,7 @@ class PlainCopy:
         for name, buffer in self.module.named_buffers():
             new = batch.synced.get(name)
             if new is None and batch.changed is not None and name in given and same_values(buffer, given[name]):
-                new = batch.changed.get(name, self._buffers[name])
+                new = batch.changed.get(name, self._buffers.get(name))
             if new is not None:
                 given[name] = buffer.copy_(new).clone()
 
@@ -359,8 +360,8 @@ def _is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return same_values(one, other)
     if hasattr(one, "nbytes"):  # of NumPy
-        return one.shape == other.shape and bool((one == other).all())
-    return one == other
+        return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())  # NaN too
+    return one == other or (one != one and other != other)
 
 
 def function_of(module: nn.Module, copied: nn.Module) -> str | None:

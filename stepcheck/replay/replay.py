@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from stepcheck.engines.adapter import hookable_parts, plain_name, tensors_in
-from stepcheck.engines.plain import scaler_of
+from stepcheck.engines.plain import fused_scale
 from stepcheck.replay import compare
 from stepcheck.replay.memory import available, begin_replay, end_replay
 from stepcheck.replay.plain_copy import Computed, MicroBatch, PlainCopy, buffers_of, cloned, function_of
@@ -234,7 +234,7 @@ class Replay:
         if self.actual is None or self._error:
             return None
         adapter = self.audit.adapter
-        scale = self.audit.scale * scaler_of(adapter.optimizer)[0]
+        scale = self.audit.scale * fused_scale(adapter.optimizer)
         arguments = self._micro_batches, adapter.divisor, scale, self._watch, exact, then
         with random_state_kept(), refusing_calls(adapter.module):
             computed = self._try(lambda: self.copy.compute(*arguments))

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from stepcheck.engines.plain import scaler_of
+from stepcheck.engines.plain import overflows
 from stepcheck.lightning.callback import INTERNAL, build_copy, loss_of, without_scale
 from stepcheck.lightning.case import QUIET
 from stepcheck.lightning.user_classes import fit
@@ -131,8 +131,7 @@ class ScriptCheck(Callback):
         self._draws_alike &= same_random_state(random_state(), self.step.states_after[number])
 
     def _after_step(self, optimizer: Any) -> None:
-        _, overflows = scaler_of(optimizer)
-        if not self._micro_batches or overflows:  # the step that repeats the script's update
+        if not self._micro_batches or overflows(optimizer):  # the step that repeats the script's update
             return
         weights: dict[str, Any] = {
             name: each for name, each in self._module.named_parameters() if each.grad is not None

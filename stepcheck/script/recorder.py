@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from stepcheck.attach import find_model
 from stepcheck.engines.adapter import same_values, tensors_in
-from stepcheck.engines.plain import scaler_of
+from stepcheck.engines.plain import fused_scale, overflows
 from stepcheck.patch import wrap_function
 from stepcheck.replay.random_state import random_state
 from stepcheck.script.recording import RecordedStep, RecordedTensor, Recording, update_options
@@ -176,7 +176,7 @@ class Recorder:
             raise Refused(f"its steps have {counts} micro-batches: give all steps the same number")
         if self._clip_limit(optimizer) != recording.gradient_clip_val:
             raise Refused("it clips the gradients of some steps to another norm, and Lightning those of all to one")
-        scale, _ = scaler_of(optimizer)
+        scale = fused_scale(optimizer)
         options = {id(each): update_options(group) for group in optimizer.param_groups for each in group["params"]}
         for name, parameter in self._model.named_parameters():
             value = step.values[name]
@@ -196,8 +196,7 @@ class Recorder:
         return max_norm
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        _, overflows = scaler_of(optimizer)
-        if overflows:
+        if overflows(optimizer):
             return
         step, self._step = self._step, None
         assert step is not None

@@ -68,8 +68,6 @@ def test_slurm_nodes_with_different_numbers_of_tasks_are_refused(more: dict[str,
         ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is '0': set it to a number of at least 1"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT is '99999': set it to a number of at least 0 and at most 65535"),
         ({"RANK": "5"}, "RANK is 5, and WORLD_SIZE 2: ranks count from 0"),
-        ({"LOCAL_WORLD_SIZE": None}, "LOCAL_WORLD_SIZE is not set, but RANK, LOCAL_RANK, WORLD_SIZE are"),
-        ({"LOCAL_RANK": None}, "LOCAL_RANK is not set"),
         ({**SRUN, "RANK": None, "MASTER_PORT": "x"}, "MASTER_PORT is 'x': set it to a number"),
         ({**SRUN, "RANK": None, "SLURM_JOB_ID": "x"}, "SLURM_JOB_ID is 'x': set it to a number"),
     ],
@@ -78,6 +76,17 @@ def test_variables_that_are_not_the_place_of_a_rank_are_refused(wrong: dict[str,
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **wrong}
     with pytest.raises(UsageError, match=message):
         rank_environment.variables({name: value for name, value in variables.items() if value is not None})
+
+
+@pytest.mark.parametrize("missing", ["LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+def test_a_launcher_that_leaves_a_variable_out_is_refused_at_the_start(missing: str, monkeypatch: pytest.MonkeyPatch):
+    """Each process would train alone. In a fit of Lightning's DeepSpeedStrategy, LOCAL_WORLD_SIZE may be missing."""
+    for name in rank_environment.TORCHRUN:
+        monkeypatch.setenv(name, "2" if "SIZE" in name else "0")
+    monkeypatch.delenv(missing)
+    assert rank_environment.local_rank() == 0
+    with pytest.raises(UsageError, match=f"{missing} is not set, but RANK, .* are: set it on each rank"):
+        rank_environment.set_torchrun_variables()
 
 
 def test_a_process_without_a_launcher_is_not_a_rank():

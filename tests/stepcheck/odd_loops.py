@@ -191,7 +191,7 @@ def captured_gradients() -> list[float]:
 
 
 def clipped_with_another() -> list[float]:
-    """Clips the gradients of two optimizers together."""
+    """Clips the gradients of two optimizers together, once for each."""
     model = network()
     other = torch.optim.SGD(model[0].parameters(), lr=0.1)
     both = torch.optim.AdamW(model[2].parameters(), lr=1e-2)
@@ -199,6 +199,7 @@ def clipped_with_another() -> list[float]:
     def clip() -> None:
         clip_grad_norm_(model.parameters(), 0.01)
         other.step()
+        clip_grad_norm_(model.parameters(), 0.005)
         other.zero_grad()
 
     return fit(model, both, clip)

@@ -95,6 +95,9 @@ def test_an_audit_ends_when_a_cuda_graph_is_recorded_and_none_starts(monkeypatch
         with monkeypatch.context() as recording:
             for name in ("is_initialized", "is_current_stream_capturing"):
                 recording.setattr(torch.cuda, name, lambda: True)
+            with torch.no_grad():
+                model(torch.randn(4, 3))  # may be recorded for evaluations
+            assert not audited.stopped
             step(model, optimizer)
             auto_audit.pending[optimizer] = False
             auto_audit.before_step(optimizer)

@@ -404,6 +404,7 @@ class Bank(Model):
 
     def forward(self, x: Tensor) -> Tensor:
         bank = self.bank["rows"] if isinstance(self.bank, dict) else self.bank
+        self.mask = getattr(self, "mask", torch.ones(30))  # a cache, which the first forward pass builds
         x = super().forward(x) * (1 + float(bank[0]))
         if self.writes:
             bank[:1] += 1.0

@@ -98,7 +98,10 @@ def test_each_value_makes_a_trainer_or_is_refused(option: str, resolved):
             "--accumulate 2 does not divide --trainer.val_check_interval 3",
         ),
         ("--trainer.max_time 00:00:00:00", "no step was trained"),
-        ("--devices 2 --strategy ddp", "--devices 2: one process is one rank: use --devices 1, or start the ranks"),
+        (
+            "--devices 2 --strategy ddp",
+            "1 x 2 ranks (--num_nodes, --devices): one process is one rank: use --devices 1",
+        ),
     ],
 )
 def test_a_refused_run_leaves_no_folder(flags: str, said: str, resolved, tmp_path: Path):
