@@ -148,6 +148,13 @@ class PlainCopy:
                     label = f"{plain_name(module, name)}.{key}".lstrip(".")
                     raise ValueError(f"the attribute {label} changes, and is too large to be copied")
 
+    def differs(self, name: str, part: Tensor, start: int) -> bool:
+        """Returns whether a part of a weight, which begins at the element `start`, differs from the saved weight."""
+        if name not in self._weights:
+            return False
+        saved = self._weights[name].reshape(-1)[start : start + part.numel()]
+        return not same_values(part.reshape(-1).to(saved), saved)
+
     def changed(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Returns those of the named weights and buffers that differ from the saved ones."""
         saved = self._weights | self._buffers

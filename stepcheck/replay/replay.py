@@ -162,9 +162,13 @@ class Replay:
             self._watch_synced(micro_batch.synced)
 
     def _changed(self) -> dict[str, Tensor]:
-        """Returns the weights and buffers that have changed within this step. Every rank must call it."""
+        """Returns the weights and buffers that have changed within this step. Every rank must call it. Gathers only
+        weights of which a rank's own part has changed, because ZeRO 3 of DeepSpeed 0.18.1 and earlier releases gathers
+        some weights only between steps."""
         adapter = self.audit.adapter
-        weights = ((name, adapter.full_weight(index)) for index, name in enumerate(adapter.names))
+        own = {index for index, name in enumerate(adapter.names) if self.copy.differs(name, *adapter.own_part(index))}
+        of_any_rank = sorted({*chain(*adapter.ranks.all_gather(own))})
+        weights = ((adapter.names[index], adapter.full_weight(index)) for index in of_any_rank)
         return self.copy.changed(chain(weights, buffers_of(adapter.module).items()))
 
     def _watch_synced(self, synced: dict[str, Tensor]) -> None:
