@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import Compose, Normalize, ToTensor
 
 from cifar_zero.config.recipe import PLAIN, AugmentConfig, Inputs
+from cifar_zero.core import exits
 from cifar_zero.core.errors import FEWER_WORKERS, KILLED_WORKER, RunError
 from cifar_zero.data.augment import Augmentation, memory_format
 from cifar_zero.data.dataset import Order, Split, map_beyond_memory
@@ -193,7 +194,7 @@ class TransformedImages(Dataset[tuple[Tensor, int]]):
 def _ignore_requests(worker: int) -> None:
     """Ignores the signals that ask a training to stop, which a terminal and SLURM send to workers too. SIGTERM keeps
     torch's handler, because torch ends workers with it."""
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    for number in {*exits.SIGNALS, exits.SLURM_REQUEUE} - {signal.SIGTERM}:
         signal.signal(number, signal.SIG_IGN)
 
 

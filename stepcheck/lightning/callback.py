@@ -292,8 +292,13 @@ def loss_of(trainer: Trainer, module: Any, *arguments: Any) -> Tensor:
 
 def without_scale(trainer: Trainer, loss: Tensor) -> Tensor:
     """Returns a loss that is passed to `backward`, detached, without the loss scale of Lightning's GradScaler."""
+    return loss.detach() / loss_scale(trainer)
+
+
+def loss_scale(trainer: Trainer) -> float:
+    """Returns the scale by which Lightning's GradScaler multiplies losses, or 1 without one."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return loss.detach() / (scaler.get_scale() if scaler else 1)
+    return scaler.get_scale() if scaler else 1.0
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

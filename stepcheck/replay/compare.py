@@ -20,6 +20,7 @@ from torch import Tensor
 
 from stepcheck.bounds import CANCELLATION
 from stepcheck.replay.plain_copy import Computed
+from stepcheck.sketch import dense
 from stepcheck.verdict import Kind
 
 ROUNDINGS = 3.0
@@ -192,7 +193,7 @@ def _rounds(tensor: Tensor) -> bool:
 
 def _real(tensor: Tensor) -> Tensor:
     """Returns the numbers of a tensor in float64, two for each complex number."""
-    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
+    return dense(tensor).double()
 
 
 def _norm(tensor: Tensor) -> float:

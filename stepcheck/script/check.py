@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from stepcheck.engines.plain import overflows
-from stepcheck.lightning.callback import INTERNAL, build_copy, loss_of, without_scale
+from stepcheck.lightning.callback import INTERNAL, build_copy, loss_of, loss_scale, without_scale
 from stepcheck.lightning.case import QUIET
 from stepcheck.lightning.user_classes import fit
 from stepcheck.patch import wrap_function
@@ -199,8 +199,7 @@ class ScriptCheck(Callback):
         if self._caller:
             raise RuntimeError(f"{self._caller} has a function that calls the trained module, also in a copy")
         module = self._computed
-        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
-        scale = scaler.get_scale() if scaler else 1.0  # without it, gradients in float16 may underflow
+        scale = loss_scale(self._trainer)  # without it, gradients in float16 may underflow
         self._copy.check_large(self._module)
         with random_state_kept(), refusing_calls(self._module):
             low, exact = (self._copy.compute(self._micro_batches, scale=scale, exact=each) for each in (False, True))
